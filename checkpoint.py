@@ -1,0 +1,268 @@
+"""Where a checkpoint lies, how it is read, and how one is written.
+
+A checkpoint is a folder: ``config.json`` (Hugging Face's form), ``model.safetensors`` or numbered shards with
+``model.safetensors.index.json``, the tokenizer's files and ``generation_config.json``. The weights carry this project's
+names, which are those of ``Transformer.state_dict()``, and each weight file says so in its metadata. ``config.json`` is
+written last: a folder without it is not a checkpoint, so an interrupted conversion can never be loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from errors import UserError
+from model import Config, Transformer
+
+ROOT = Path("checkpoints")
+LAYOUT = "fused-1"  # in every weight file's metadata: these names, q/k/v and gate/up fused, half-split RoPE
+SHARD_BYTES = 4 << 30
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SIDE_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def find_checkpoint(name: str, root: Path = ROOT) -> Path:
+    """The folder that ``name`` means: a path, else ``root``/name, else the one under ``root`` with ``name`` as a whole part.
+
+    A whole part is what stands between ``-``, ``_``, ``.`` or the ends, whatever its case: ``8B`` is in ``Llama-3.1-8B-Instruct``
+    and not in ``Llama-3.2-18B``.
+
+    Raises:
+        UserError: none or several fit; the message lists the checkpoints there are.
+    """
+    if not name:
+        raise UserError("the checkpoint's name is empty; give a folder or a name under checkpoints/")
+    for folder in (Path(name), root / name):
+        if folder.is_dir():
+            if (folder / "config.json").is_file():
+                return folder
+            raise UserError(f"{folder} holds no config.json, so it is not a checkpoint (or its conversion was interrupted)")
+    known = sorted(p.parent for p in root.glob("*/config.json")) + sorted(p.parent for p in root.glob("*/*/config.json"))
+    part = re.compile(rf"(?:^|[-_./]){re.escape(name)}(?:$|[-_./])", re.IGNORECASE)
+    fits = [p for p in known if part.search(p.relative_to(root).as_posix())]
+    if len(fits) == 1:
+        return fits[0]
+    listing = ", ".join(p.relative_to(root).as_posix() for p in (fits or known)) or "nothing"
+    if fits:
+        raise UserError(f"{name!r} fits several checkpoints under {root}/: {listing}; give one whole name")
+    raise UserError(f"no checkpoint {name!r}: no such folder, and {root}/ holds {listing}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises UserError when it is missing or isn't one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def load_config(folder: Path) -> Config:
+    """The model's configuration. Raises UserError with the folder's name in front."""
+    raw = read_json(folder / "config.json")
+    try:
+        return Config.from_hf(raw)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+
+
+@contextmanager
+def open_shard(path: Path) -> Iterator[Any]:
+    """``safe_open`` whose complaints about a damaged file are one line about that file."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            yield shard
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise UserError(f"{path} ({size:,} bytes) is damaged or cut short: {error}; fetch or convert it again") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, from its index where it has one; existence is checked.
+
+    Raises:
+        UserError: there are none, or one that the index names is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index} has no weight_map")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = sorted(folder.glob("model*.safetensors"))
+        if not files:
+            other = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pth"))
+            hint = f"; {other[0]} isn't read, only safetensors are" if other else ""
+            raise UserError(f"{folder} holds no model*.safetensors{hint}")
+    missing = [p.name for p in files if not p.is_file()]
+    if missing:
+        raise UserError(f"{folder} lacks {len(missing)} of its {len(files)} weight files: {', '.join(missing[:3])}")
+    return files
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Transformer:
+    """Build the model of a checkpoint: made on the meta device, its weights memory-mapped and assigned.
+
+    Raises:
+        UserError: an unknown architecture, a file that is missing or cut short, a weight that is missing, left over or of
+            another shape than the configuration says.
+    """
+    config = load_config(folder)
+    with torch.device("meta"):
+        model = Transformer(config)
+    wanted = dict(model.state_dict())
+    if config.tie_embeddings:
+        del wanted["output.weight"]  # the same memory as embed.weight
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with open_shard(path) as shard:
+            _check_layout(path, shard.metadata() or {}, list(shard.keys()))
+            for name in shard.keys():
+                if name not in wanted:
+                    raise UserError(f"{path} holds {name!r}, which a {config.architecture} of this configuration doesn't have")
+                shape = tuple(shard.get_slice(name).get_shape())
+                if shape != tuple(wanted[name].shape):
+                    raise UserError(f"{path}: {name} is {shape}, but config.json makes it {tuple(wanted[name].shape)}")
+                found[name] = shard.get_tensor(name).to(device=device, dtype=dtype)
+    missing = sorted(set(wanted) - set(found))
+    if missing:
+        raise UserError(f"{folder} lacks {len(missing)} of {len(wanted)} weights: {', '.join(missing[:3])}")
+    if config.tie_embeddings:
+        found["output.weight"] = found["embed.weight"]
+    model.load_state_dict(found, assign=True)
+    if config.tie_embeddings:
+        model.tie()
+    return model.requires_grad_(False).eval()
+
+
+def _check_layout(path: Path, metadata: dict[str, str], keys: list[str]) -> None:
+    if metadata.get("layout") != LAYOUT:
+        if any(key.startswith("model.") for key in keys):
+            raise UserError(f"{path} has Hugging Face's layout: run python convert_hf_checkpoint.py {path.parent} first")
+        raise UserError(f"{path} has layout {metadata.get('layout')!r}; this program reads {LAYOUT!r}")
+    if metadata.get("quantization", "none") != "none":
+        raise UserError(f"{path} is quantized ({metadata['quantization']}), which can't be read here")
+
+
+def fingerprint(folder: Path) -> str:
+    """A short name for the weights a judge head belongs to: a hash of the norms and of 64 embedding rows.
+
+    These are what quantization leaves untouched, so a model and its int8 form share it, and two fine-tunes of one base don't.
+    Values are compared as bfloat16, so that it is the same whichever dtype the checkpoint was written in.
+    """
+    parts: dict[str, bytes] = {}
+    for path in weight_files(folder):
+        with open_shard(path) as shard:
+            for name in shard.keys():
+                if name == "embed.weight":
+                    rows = shard.get_slice(name)
+                    step = max(1, rows.get_shape()[0] // 64)
+                    value = torch.cat([rows[i : i + 1] for i in range(0, rows.get_shape()[0], step)][:64])
+                elif name.endswith("norm.weight"):
+                    value = shard.get_tensor(name)
+                else:
+                    continue
+                parts[name] = value.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+    digest = hashlib.sha256()
+    for name in sorted(parts):
+        digest.update(name.encode() + parts[name])
+    return digest.hexdigest()[:16]
+
+
+class CheckpointWriter:
+    """Write a checkpoint one tensor at a time, holding at most one output shard in memory.
+
+    Every file gets a temporary name first and is renamed when it is whole; ``close`` writes the index and then config.json,
+    which makes the folder a checkpoint.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        if (folder / "config.json").exists():
+            raise UserError(f"{folder} is a checkpoint already; remove it or choose another name")
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in [*folder.glob("model-?????.safetensors"), *folder.glob("*.partial")]:  # of an interrupted run
+            stale.unlink()
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self.pending: dict[str, Tensor] = {}
+        self.shards: list[list[str]] = []
+        self.total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append one tensor; it is kept until its shard is full."""
+        held = sum(t.nbytes for t in self.pending.values())
+        if self.pending and held + tensor.nbytes > self.shard_bytes:
+            self._flush()
+        self.pending[name] = tensor.contiguous()
+        self.total_bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        path = self.folder / f"model-{len(self.shards) + 1:05d}.safetensors"
+        write_tensors(path, self.pending)
+        self.shards.append(list(self.pending))
+        self.pending = {}
+
+    def close(self, config: dict[str, Any]) -> None:
+        """Write what is pending, the index if there are several shards, and config.json."""
+        self._flush()
+        n = len(self.shards)
+        weight_map = {}
+        for i, names in enumerate(self.shards, 1):
+            final = "model.safetensors" if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors"
+            os.replace(self.folder / f"model-{i:05d}.safetensors", self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        if n > 1:
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            write_json(self.folder / "model.safetensors.index.json", index)
+        write_json(self.folder / "config.json", config)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
+    """Write a safetensors file under a temporary name, then rename it."""
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial, metadata={"format": "pt", "layout": LAYOUT, "quantization": "none", **metadata})
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file under a temporary name, then rename it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def save_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write a whole checkpoint from tensors in memory, named as ``Transformer.state_dict()`` names them."""
+    writer = CheckpointWriter(folder)
+    for name, tensor in tensors.items():
+        if not (name == "output.weight" and config.get("tie_word_embeddings")):
+            writer.add(name, tensor)
+    writer.close(config)
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files and generation_config.json."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in [source / name for name in SIDE_FILES] + sorted(source.glob("*.tiktoken")):
+        if path.is_file():
+            shutil.copyfile(path, target / path.name)

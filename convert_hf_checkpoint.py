@@ -1,0 +1,122 @@
+"""Hugging Face safetensors to this project's layout: q/k/v and gate/up fused, names shortened, one shard in memory at a time."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import checkpoint
+from errors import Parser, UserError, run_cli
+from model import Config
+
+# Hugging Face's name within a layer -> ours, and the place of the part in a fused weight
+LAYER_NAMES = {
+    "input_layernorm.weight": ("attn_norm.weight", 0),
+    "self_attn.q_proj": ("wqkv", 0),
+    "self_attn.k_proj": ("wqkv", 1),
+    "self_attn.v_proj": ("wqkv", 2),
+    "self_attn.o_proj": ("wo", 0),
+    "self_attn.q_norm.weight": ("q_norm.weight", 0),
+    "self_attn.k_norm.weight": ("k_norm.weight", 0),
+    "post_attention_layernorm.weight": ("ffn_norm.weight", 0),
+    "mlp.gate_proj": ("w13", 0),
+    "mlp.up_proj": ("w13", 1),
+    "mlp.down_proj": ("w2", 0),
+}
+TOP_NAMES = {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight", "lm_head.weight": "output.weight"}
+PARTS = {"wqkv": 3, "w13": 2}  # weights that are made of several; all others are one
+DERIVED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$|attn\.bias$")  # buffers that old exports carry along
+
+
+def our_name(name: str) -> tuple[str, int] | None:
+    """Our name for a Hugging Face weight and the place of it in a fused one; None for a buffer that isn't a weight.
+
+    Raises:
+        UserError: a name that no supported architecture has.
+    """
+    if name in TOP_NAMES:
+        return TOP_NAMES[name], 0
+    if DERIVED.search(name):
+        return None
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if match:
+        layer, rest = match.groups()
+        stem, _, kind = rest.rpartition(".")
+        if rest in LAYER_NAMES:
+            ours, place = LAYER_NAMES[rest]
+            return f"layers.{layer}.{ours}", place
+        if stem in LAYER_NAMES and kind in ("weight", "bias"):
+            ours, place = LAYER_NAMES[stem]
+            return f"layers.{layer}.{ours}.{kind}", place
+    raise UserError(f"the checkpoint holds {name!r}, which none of the supported architectures has")
+
+
+def plan(sources: dict[str, Path], config: Config) -> dict[str, list[tuple[str, Path]]]:
+    """For each of our weights, the source weights it is made of, in order, and the file each lies in.
+
+    Raises:
+        UserError: a part of a fused weight is missing.
+    """
+    parts: dict[str, dict[int, tuple[str, Path]]] = {}
+    for name, path in sources.items():
+        found = our_name(name)
+        if found is None or (found[0] == "output.weight" and config.tie_embeddings):
+            continue
+        parts.setdefault(found[0], {})[found[1]] = (name, path)
+    for ours, got in parts.items():
+        need = next((n for key, n in PARTS.items() if f".{key}." in ours), 1)
+        if len(got) != need:
+            have = ", ".join(name for name, _ in got.values())
+            raise UserError(f"{ours} needs {need} weights of the checkpoint, which has only {have}")
+    return {ours: [got[i] for i in sorted(got)] for ours, got in parts.items()}
+
+
+def convert(source: Path, target: Path, dtype: torch.dtype | None) -> None:
+    """Convert the checkpoint in ``source`` into a new folder ``target``.
+
+    Args:
+        dtype: the weights' dtype there; None keeps each as it is.
+
+    Raises:
+        UserError: the source is incomplete or of an unknown architecture, or ``target`` is a checkpoint already.
+    """
+    raw = checkpoint.read_json(source / "config.json")
+    config = checkpoint.load_config(source)
+    sources: dict[str, Path] = {}
+    for path in checkpoint.weight_files(source):
+        with checkpoint.open_shard(path) as shard:
+            if (shard.metadata() or {}).get("layout"):
+                raise UserError(f"{path} has this project's layout already; it needs no conversion")
+            sources.update(dict.fromkeys(shard.keys(), path))
+    steps = plan(sources, config)
+    writer = checkpoint.CheckpointWriter(target)
+    for ours, made_of in tqdm(steps.items(), unit="weight", desc=str(target)):
+        tensors: list[Tensor] = []
+        for name, path in made_of:
+            with checkpoint.open_shard(path) as shard:
+                tensors.append(shard.get_tensor(name))
+        writer.add(ours, torch.cat(tensors).to(dtype or tensors[0].dtype))
+    checkpoint.copy_side_files(source, target)
+    writer.close(raw)
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("source", type=Path, help="folder with config.json and model*.safetensors as Hugging Face ships them")
+    parser.add_argument("--out", type=Path, help="new checkpoint folder (default: checkpoints/NAME of the source folder)")
+    parser.add_argument("--dtype", choices=checkpoint.DTYPES, help="dtype of the weights written (default: as they are)")
+    args = parser.parse_args()
+    out = args.out or checkpoint.ROOT / args.source.resolve().name
+    if out.resolve() == args.source.resolve():
+        raise UserError(f"source and output are both {out}; choose another --out")
+    convert(args.source, out, checkpoint.DTYPES[args.dtype] if args.dtype else None)
+    print(f"wrote {out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_cli(main)

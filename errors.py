@@ -1,0 +1,42 @@
+"""The exception that means "the user can mend this", and how a command line reports it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+
+class UserError(Exception):
+    """A mistake of the user's: told in one line that names the value and what would be right; exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are `UserError`s, so that they too take one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists what there is)")
+
+
+def run_cli(main: Callable[[], None]) -> None:
+    """Run a command's `main` and turn the ways it may end early into exit statuses.
+
+    A `UserError` is printed as one line on stderr and exits 2; Ctrl-C exits 130; a closed pipe (`| head`) exits 141, the
+    status a shell gives a program killed by SIGPIPE. Anything else is our fault and keeps its traceback (status 1).
+    """
+    try:
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        line = " ".join(str(error).split())
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # leave the shell's prompt on a line of its own
+        sys.exit(130)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more on its way out; give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

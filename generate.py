@@ -1,0 +1,645 @@
+"""The engine: prefill, draft, verify, accept, and the round that ties them together; and its command line.
+
+All state of a running text lies on the device in fixed buffers. A round is one straight run of device work: M draft steps,
+one pass of the target over the M + 1 tokens, acceptance, the commit. Nothing in it depends on a value the host would have to
+read, so it can be captured as it stands; the host reads one small result vector when the round is over. Plain decoding is
+the same round with M = 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import resource
+import statistics
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import checkpoint
+from errors import Parser, UserError, run_cli
+from judge import RULES, Block, Head, check_threshold, load_head, next_distribution, verdict
+from model import Cache, Transformer
+from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+
+FIRST_BUCKET = 128  # the cache is read in lengths of 128, 256, 512, ...
+PREFILL_CHUNK = 256  # tokens read at once from a prompt
+DRAFT, STANDARD, RULE, TARGET = "draft", "standard", "rule", "target"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits. Temperature 0 is greedy and ignores the rest."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises UserError for a value outside its range."""
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"--temperature is {self.temperature:g}; it must be a number of at least 0")
+        if self.top_k < 0:
+            raise UserError(f"--top-k is {self.top_k}; it must be at least 1, or 0 for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p is {self.top_p:g}; it must be above 0 and at most 1")
+
+
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Apply temperature, then top-k, then top-p to fp32 logits [T, V]; excluded tokens become -inf.
+
+    Top-p keeps the fewest likeliest tokens whose probabilities reach it. A new sampling option goes here.
+    """
+    if sampling.temperature == 0:
+        return logits
+    logits = logits / sampling.temperature
+    if not sampling.top_k and sampling.top_p == 1:
+        return logits
+    k = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    values, ids = logits.topk(k, -1)
+    p = values.softmax(-1)
+    values = values.masked_fill(p.cumsum(-1) - p >= sampling.top_p, -math.inf)
+    return torch.full_like(logits, -math.inf).scatter(-1, ids, values)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw an id [1] from fp32 weights [V] (not all 0, need not sum to 1) by inverting their running sum.
+
+    Args:
+        uniform: [1] in [0, 1). Only tokens of weight above 0 can come out, whatever it is.
+    """
+    sums = weights.cumsum(-1)
+    total = sums[-1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))  # the product may round up to the total
+    return torch.searchsorted(sums, torch.minimum(uniform * total, below_total), right=True)
+
+
+class Stopwatch:
+    """Where a round's time went: each mark gives the time since the last one to a name. Events on CUDA, so nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[tuple[str, float | torch.cuda.Event]] = []
+
+    def mark(self, name: str) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((name, event))
+        else:
+            self.marks.append((name, time.perf_counter()))
+
+    def read(self) -> dict[str, float]:
+        """Milliseconds by name since the first mark; forgets them. On CUDA the device must have passed the last mark."""
+        spent: dict[str, float] = {}
+        for (_, last), (name, now) in zip(self.marks, self.marks[1:]):
+            ms = last.elapsed_time(now) if self.cuda else (now - last) * 1e3  # type: ignore[union-attr,operator]
+            spent[name] = spent.get(name, 0.0) + ms
+        self.marks = []
+        return spent
+
+
+class Round(NamedTuple):
+    """What one round committed: its tokens, who accepted each, and where its time went."""
+
+    tokens: list[int]
+    accepted_by: list[str]  # STANDARD or RULE for a drafted token, TARGET for the last
+    ms: dict[str, float]  # draft, verify, other
+
+
+class Engine:
+    """A target and an optional draft, compiled and with their caches, that decode one text after another.
+
+    Args:
+        target, draft: loaded models on one device, of one dtype. Without a draft it decodes plainly.
+        draft_len: M, tokens drafted a round.
+        verify: ``standard`` or a rule of ``judge.RULES``; ``judge`` needs a head fused into the target.
+        threshold: the rule's knob.
+        max_len: tokens a text may have, prompt included; caches are allocated for it.
+        compile: compile the models' blocks (once for all layers).
+    """
+
+    def __init__(
+        self,
+        target: Transformer,
+        draft: Transformer | None = None,
+        *,
+        draft_len: int = 8,
+        verify: str = "standard",
+        threshold: float = 0.5,
+        sampling: Sampling = Sampling(),
+        max_len: int = 2048,
+        compile: bool = False,
+    ) -> None:
+        sampling.check()
+        self.target, self.draft, self.verify, self.threshold, self.sampling = target, draft, verify, threshold, sampling
+        self.M = draft_len if draft is not None else 0
+        if draft is not None and draft_len < 1:
+            raise UserError(f"--draft-len is {draft_len}; it must be at least 1")
+        for name, model in (("target", target), ("draft", draft)):
+            if model is not None and max_len > model.config.max_seq_len:
+                raise UserError(f"{max_len} tokens don't fit into the {name}'s context of {model.config.max_seq_len}")
+        weight = target.norm.weight
+        self.device, self.max_len = weight.device, max_len
+        length = bucket_for(max_len + self.M)
+        self.target_cache = Cache(target.config, length, weight.dtype, self.device)
+        self.draft_cache = Cache(draft.config, length, weight.dtype, self.device) if draft is not None else None
+        self.tokens = torch.zeros(length + 1, dtype=torch.int64, device=self.device)
+        self.pos = torch.zeros((), dtype=torch.int64, device=self.device)  # of the last committed token
+        self.ahead = torch.arange(self.M + 1, device=self.device)
+        self.generator = torch.Generator(self.device)
+        V = target.config.vocab_size
+        self.draft_logits = torch.zeros((self.M, V), device=self.device) if self._keeps_draft_logits() else None
+        self.result = torch.zeros(3 * self.M + 2, dtype=torch.int64, device=self.device)
+        self.watch = Stopwatch(self.device)
+        if compile:
+            for model in (target, draft):
+                if model is not None:
+                    model.compile_blocks(dynamic=self.device.type == "cpu")
+
+    def _keeps_draft_logits(self) -> bool:
+        return self.draft is not None and (self.sampling.temperature > 0 or self.verify == "kl")
+
+    @torch.inference_mode()
+    def warm_up(self) -> float:
+        """Run a round on an empty text, so that everything is compiled before the clock starts. Returns its seconds."""
+        start = time.perf_counter()
+        self.pos.zero_()
+        for _ in range(2):
+            self.round(bucket_for(2 * self.M + 2))
+            self.result.tolist()
+        self.watch.read()
+        return time.perf_counter() - start
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Sequence[int], seed: int | None = None) -> None:
+        """Start a text: both models read the prompt but its last token, which the first round reads.
+
+        No logits are needed here: the first round makes them. Chunks of at most 256 tokens bound the memory.
+
+        Raises:
+            UserError: the prompt is empty or longer than ``max_len``.
+        """
+        if not prompt:
+            raise UserError("the prompt is empty; there must be at least one token to continue from")
+        if len(prompt) > self.max_len:
+            raise UserError(f"the prompt has {len(prompt)} tokens; there is room for {self.max_len}")
+        self.generator.manual_seed(self.sampling.seed if seed is None else seed)
+        ids = torch.tensor(prompt, device=self.device)
+        self.tokens[: len(prompt)] = ids
+        self.pos.fill_(len(prompt) - 1)
+        for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
+            positions = torch.arange(start, min(start + PREFILL_CHUNK, len(prompt) - 1), device=self.device)
+            chunk, bucket = ids[positions], bucket_for(start + len(positions))
+            for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
+                if model is not None and cache is not None:
+                    model.step(chunk.clamp(max=model.config.vocab_size - 1), positions, cache, bucket, compiled=False)
+
+    def round(self, bucket: int) -> None:
+        """Draft, verify, accept, commit; leaves the outcome in ``result``. ``bucket``: positions of the caches to read.
+
+        ``result`` is [n, the n + 1 committed tokens and rubbish up to M + 1, M standard flags, M rule flags].
+        """
+        self.watch.mark("start")
+        uniform = None
+        if self.sampling.temperature > 0:  # one draw for the whole round: M to draft, M to accept, 1 for the next token
+            uniform = torch.rand(2 * self.M + 1, generator=self.generator, device=self.device)
+        if self.M:
+            self._draft_block(bucket, uniform)
+        positions = self.pos + self.ahead
+        read = self.tokens.index_select(0, positions)  # [cur, d_1, ..., d_M]
+        self.watch.mark("other")
+        logits, judge = self.target.logits(self.target.step(read, positions, self.target_cache, bucket))
+        self.watch.mark("verify")
+        logits = warp(logits, self.sampling)
+        if self.M:
+            self._accept(read[1:], logits, None if judge is None else judge[1:], uniform)
+        else:
+            self.result[0] = 0
+            self.result[1:2] = self._choose(logits, uniform)
+        n = self.result[0]
+        self.tokens.index_copy_(0, positions + 1, self.result[1 : self.M + 2])
+        self.pos += n + 1
+        self.watch.mark("other")
+
+    def _choose(self, logits: Tensor, uniform: Tensor | None) -> Tensor:
+        """A token [1] from warped logits [1, V]: the likeliest (the first of equals), or a draw."""
+        return logits.argmax(-1) if uniform is None else draw(logits[0].softmax(-1), uniform)
+
+    def _draft_block(self, bucket: int, uniform: Tensor | None) -> None:
+        """M draft steps, written behind the committed text. The first reads the last *two* tokens: after a wholly accepted
+        block the draft has not read the last of it, and re-reading one is cheaper than knowing whether it must."""
+        draft, cache, V = self.draft, self.draft_cache, self.target.config.vocab_size
+        assert draft is not None and cache is not None
+        positions = (self.pos + self.ahead[:2] - 1).clamp(min=0)
+        for i in range(self.M):
+            read = self.tokens.index_select(0, positions).clamp(max=draft.config.vocab_size - 1)
+            self.watch.mark("other")
+            logits = draft.logits(draft.step(read, positions, cache, bucket)[-1:])[0]
+            self.watch.mark("draft")
+            logits = warp(match_vocabulary(logits, V), self.sampling)
+            if self.draft_logits is not None:
+                self.draft_logits[i] = logits[0]
+            positions = (self.pos + i + 1).view(1)
+            self.tokens.index_copy_(0, positions, self._choose(logits, None if uniform is None else uniform[i : i + 1]))
+
+    def _accept(self, drafted: Tensor, logits: Tensor, judge: Tensor | None, uniform: Tensor | None) -> None:
+        """Apply the rules to a block and write the outcome to ``result``."""
+        M = self.M
+        tests = None if uniform is None else uniform[M : 2 * M]
+        block = Block(drafted, logits[:M], self.draft_logits, judge)
+        n, standard, relaxed = verdict(block, self.verify, self.threshold, tests)
+        if uniform is None:
+            own = logits.index_select(0, n.view(1)).argmax(-1)
+        else:
+            assert self.draft_logits is not None
+            own = draw(next_distribution(logits, self.draft_logits, n), uniform[2 * M :])
+        tokens = torch.cat((drafted, own)).index_copy(0, n.view(1), own)
+        torch.cat((n.view(1), tokens, standard.long(), relaxed.long()), out=self.result)
+
+    @torch.inference_mode()
+    def rounds(self, length: int) -> Iterator[Round]:
+        """Run rounds on a prefilled text of ``length`` tokens until ``max_len``, one for each step of the iterator."""
+        M = self.M
+        while length < self.max_len:
+            self.round(bucket_for(length + M))
+            n, *values = self.result.tolist()
+            standard = values[M + 1 : 2 * M + 1]
+            accepted_by = [STANDARD if standard[i] else RULE for i in range(n)] + [TARGET]
+            length += n + 1
+            yield Round(values[: n + 1], accepted_by, self.watch.read())
+
+
+def bucket_for(length: int) -> int:
+    """The smallest of 128, 256, 512, ... that holds ``length`` positions."""
+    return max(FIRST_BUCKET, 1 << max(0, length - 1).bit_length())
+
+
+def match_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Cut or fill (with -inf) logits [..., V'] to the target's vocabulary; only padding may differ."""
+    extra = vocab_size - logits.shape[-1]
+    if extra <= 0:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, extra), value=-math.inf)
+
+
+class Output:
+    """The text of one generation as it grows, trimmed at the first stop token, stop text or the length cap.
+
+    Ids, text, counters and what was streamed agree: the text is cut exactly where a stop text begins, and the ids are the
+    fewest whose decoding begins with that text; a stop token is in neither. ``emit`` gets each piece of text, and who
+    accepted it, as soon as it can no longer be part of a stop text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_new_tokens: int,
+        stop_texts: Sequence[str] = (),
+        emit: Callable[[str, str], None] = lambda piece, who: None,
+    ) -> None:
+        self.max_new_tokens, self.stop_texts, self.emit = max_new_tokens, [s for s in stop_texts if s], emit
+        self.stop_ids, self.decoder = tokenizer.eos_ids, tokenizer.stream()
+        self.tokens: list[int] = []
+        self.accepted_by: list[str] = []
+        self.ends: list[int] = []  # length of the text after each token
+        self.text = ""
+        self.streamed = 0  # characters emitted
+        self.finish_reason = ""
+
+    def add(self, tokens: Sequence[int], accepted_by: Sequence[str]) -> bool:
+        """Append what a round committed. Returns whether the text has ended."""
+        for token, who in zip(tokens, accepted_by):
+            if token in self.stop_ids:
+                return self._finish("stop")
+            self.tokens.append(token)
+            self.accepted_by.append(who)
+            self.ends.append(len(self.text))
+            if self._append(self.decoder.push([token])):
+                return self._finish("stop", cut=True)
+            if len(self.tokens) == self.max_new_tokens:
+                return self._finish("length")
+        held = (n for stop in self.stop_texts for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        self._stream(len(self.text) - max(held, default=0))
+        return False
+
+    def _append(self, piece: str) -> bool:
+        """Add the last token's text; cut text and tokens at the first stop text. Returns whether there was one."""
+        before = len(self.text)
+        self.text += piece
+        if self.ends:
+            self.ends[-1] = len(self.text)
+        found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self.stop_texts]
+        found = [at for at in found if at >= 0]
+        if not found:
+            return False
+        self.text = self.text[: min(found)]
+        keep = next(i for i, end in enumerate([0, *self.ends]) if end >= len(self.text))
+        del self.tokens[keep:], self.accepted_by[keep:], self.ends[keep:]
+        return True
+
+    def _finish(self, reason: str, cut: bool = False) -> bool:
+        if not cut and self._append(self.decoder.flush()):
+            reason = "stop"
+        self.finish_reason = reason
+        self._stream(len(self.text))
+        return True
+
+    def _stream(self, upto: int) -> None:
+        """Emit the text up to a character, in pieces of one token."""
+        first = bisect_right(self.ends, self.streamed)
+        for end, who in zip(self.ends[first:], self.accepted_by[first:]):
+            piece = self.text[self.streamed : min(end, upto)]
+            if piece:
+                self.emit(piece, who)
+                self.streamed += len(piece)
+
+
+@dataclass
+class Generation:
+    """One generated text and its numbers."""
+
+    output: Output
+    prefill_s: float
+    decode_s: float
+    rounds: list[Round]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.output.tokens) / self.decode_s
+
+    def accepted(self, who: str) -> int:
+        """Drafted tokens of the trimmed text that ``who`` (STANDARD or RULE) accepted."""
+        return self.output.accepted_by.count(who)
+
+
+def generate(engine: Engine, prompt: Sequence[int], output: Output, seed: int | None = None) -> Generation:
+    """Prefill and run rounds until the output says it is complete. The engine's ``max_len`` must leave room for it."""
+    start = time.perf_counter()
+    engine.prefill(prompt, seed)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    prefilled = time.perf_counter()
+    rounds = []
+    for now in engine.rounds(len(prompt)):
+        rounds.append(now)
+        if output.add(now.tokens, now.accepted_by):
+            break
+    return Generation(output, prefilled - start, time.perf_counter() - prefilled, rounds)
+
+
+def load_pair(
+    target: Path, draft: Path | None, head: Head | None, dtype: torch.dtype, device: str
+) -> tuple[Transformer, Transformer | None]:
+    """Load the models, the head fused into the target's output projection."""
+    model = checkpoint.load_model(target, dtype, device)
+    if head is not None:
+        model.fuse_judge(head.weight, head.bias, head.kind)
+    return model, checkpoint.load_model(draft, dtype, device) if draft is not None else None
+
+
+DEMO = Path(__file__).parent / "demo"
+DEMO_PROMPT = ""
+COLOURS = {STANDARD: "\033[32m", RULE: "\033[1;36m", TARGET: "\033[33m"}
+RESET = "\033[0m"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. Raises UserError for values that can't be, and for options that contradict each other."""
+    p = Parser(description="Decode with a target, a draft and a judge. Without arguments: the demo pair.")
+    add = p.add_argument
+    add("--target", metavar="NAME", help="checkpoint folder or name under checkpoints/ (default: the demo's target)")
+    add("--draft", metavar="NAME", help="draft checkpoint; without one, plain decoding")
+    add("--judge", metavar="FILE", type=Path, help="judge head, made by scripts/train_judge.py for this target")
+    add("--verify", choices=["standard", *RULES], help="who accepts a drafted token (default: judge with a head, else standard)")
+    add("--threshold", type=float, metavar="X", help="the rule's knob: δ for judge (default: the head's, 0.5), K for topk (5), "
+        "ε for typical (0.09), τ for kl (0.3)")  # fmt: skip
+    add("--draft-len", type=int, metavar="M", help="tokens drafted a round (default: 25 under the judge, else 8)")
+    prompt = p.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    prompt.add_argument("--prompt-file", metavar="F", type=Path, help="read the prompt from a UTF-8 file")
+    prompt.add_argument("--interactive", action="store_true", help="chat: read prompts from the terminal until end of file")
+    add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="length cap in tokens (default: 256)")
+    add("--stop", nargs="+", default=[], metavar="TEXT", help="end the text before the first of these")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (default: 0, all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample among the fewest tokens of total probability P (default: 1)")
+    add("--seed", type=int, default=0, help="of the draws; sample i uses seed + i (default: 0)")
+    add("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="of weights and caches (default: bfloat16)")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
+    add("--no-compile", action="store_true", help="run the blocks uncompiled: starts sooner, decodes slower")
+    add("--num-samples", type=int, default=1, metavar="N", help="generate N times; figures are medians (default: 1)")
+    add("--show", action="store_true", help="colour each token by who accepted it, even when stdout is no terminal")
+    add("--json", action="store_true", help="print one JSON object as the last line of stdout; all else goes to stderr")
+    args = p.parse_args(argv)
+    if args.target is None and args.draft is None and args.judge is None:
+        args.target, args.draft = str(DEMO / "target"), str(DEMO / "draft")
+        args.judge = DEMO / "judge.pt" if args.verify in (None, "judge") else None
+    check_args(args)
+    return args
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Fill in the defaults that depend on each other. Raises UserError for what can't be."""
+    if args.target is None:
+        raise UserError("--draft and --judge need a --target")
+    if args.draft is None and (args.judge is not None or args.verify not in (None, "standard")):
+        raise UserError(f"{'--judge' if args.judge else '--verify ' + args.verify} needs a --draft: without one nothing is judged")
+    if args.verify == "judge" and args.judge is None:
+        raise UserError("--verify judge needs a head: give --judge FILE")
+    args.verify = args.verify or ("judge" if args.judge is not None else "standard")
+    if args.verify == "standard" and args.threshold is not None:
+        raise UserError(f"--threshold {args.threshold:g} has no meaning for --verify standard")
+    if args.threshold is not None:
+        check_threshold(args.verify, args.threshold)
+    if args.draft_len is None:
+        args.draft_len = 25 if args.verify == "judge" else 8
+    for name in ("draft_len", "max_new_tokens", "num_samples"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no CUDA device that PyTorch can use")
+    sampling_of(args).check()
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    return Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+
+
+@dataclass
+class Setup:
+    """What the command line named, found and checked; no weights are loaded yet."""
+
+    args: argparse.Namespace
+    target: Path
+    draft: Path | None = None
+    head: Head | None = None
+    context: int = 0
+    tokenizer: Tokenizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = checkpoint.load_config(self.target)
+        self.tokenizer, self.context = load_tokenizer(self.target), config.max_seq_len
+        if self.draft is not None:
+            self.context = min(self.context, checkpoint.load_config(self.draft).max_seq_len)
+            check_same_vocabulary(self.tokenizer, load_tokenizer(self.draft), str(self.target), str(self.draft))
+        if self.args.judge is not None:
+            self.head = load_head(self.args.judge)
+            self.head.check(checkpoint.fingerprint(self.target), config.dim, str(self.target))
+
+    def encode(self, prompt: str | list[dict[str, str]]) -> list[int]:
+        """A prompt's ids. Raises UserError when it is empty or leaves no room for the new tokens."""
+        if not prompt or not prompt[-1]:
+            raise UserError("the prompt is empty; give some text")
+        if isinstance(prompt, str) and not self.args.raw and self.tokenizer.has_chat_template:
+            prompt = [{"role": "user", "content": prompt}]
+        ids = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)
+        if len(ids) > self.context:
+            raise UserError(f"the prompt has {len(ids)} tokens; the context is {self.context}")
+        if len(ids) + self.args.max_new_tokens > self.context:
+            raise UserError(
+                f"a prompt of {len(ids)} tokens and --max-new-tokens {self.args.max_new_tokens} are "
+                f"{len(ids) + self.args.max_new_tokens} together; the context is {self.context}"
+            )
+        return ids
+
+    def load(self, max_len: int) -> Engine:
+        """Load the models and allocate an engine for texts of ``max_len`` tokens."""
+        a = self.args
+        target, draft = load_pair(self.target, self.draft, self.head, checkpoint.DTYPES[a.dtype], a.device)
+        threshold = a.threshold
+        if threshold is None and a.verify in RULES:
+            threshold = self.head.threshold if self.head is not None and a.verify == "judge" else RULES[a.verify].default
+        return Engine(
+            target, draft, draft_len=a.draft_len, verify=a.verify, threshold=threshold or 0.0, sampling=sampling_of(a),
+            max_len=max_len, compile=not a.no_compile,
+        )  # fmt: skip
+
+
+def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: int, load_s: float, compile_s: float) -> dict:
+    """The JSON object of ``--json``: medians over samples, and the first sample's text."""
+    a, first = setup.args, runs[0].output
+    rounds = sum(len(r.rounds) for r in runs)
+    by = {who: sum(r.accepted(who) for r in runs) for who in (STANDARD, RULE)}
+    median_ms = {k: statistics.median(now.ms.get(k, 0.0) for r in runs for now in r.rounds) for k in ("draft", "verify", "other")}
+    read = engine.target.weight_bytes() + (engine.draft.weight_bytes() * engine.M if engine.draft is not None else 0)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "text": first.text,
+        "tokens": first.tokens,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": len(first.tokens),
+        "finish_reason": first.finish_reason,
+        "tokens_per_s": statistics.median(r.tokens_per_s for r in runs),
+        "prefill_s": statistics.median(r.prefill_s for r in runs),
+        "decode_s": statistics.median(r.decode_s for r in runs),
+        "load_s": load_s,
+        "compile_s": compile_s,
+        "rounds": rounds,
+        "mean_accepted": sum(by.values()) / rounds,
+        "tokens_per_round": sum(len(r.output.tokens) for r in runs) / rounds,
+        "accepted_by": {"standard": by[STANDARD], "judge": by[RULE]},
+        "draft_ms": median_ms["draft"],
+        "verify_ms": median_ms["verify"],
+        "other_ms": median_ms["other"],
+        "bandwidth_gb_s": statistics.median(read * len(r.rounds) / r.decode_s for r in runs) / 1e9,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else peak,
+        "config": {
+            "target": str(setup.target), "draft": str(setup.draft) if setup.draft else None,
+            "judge": str(a.judge) if a.judge else None, "verify": engine.verify,
+            "threshold": engine.threshold if engine.verify in RULES else None, "draft_len": engine.M,
+            "temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed, "dtype": a.dtype,
+            "quantize": "none", "device": a.device, "ranks": 1, "num_samples": a.num_samples, "compile": not a.no_compile,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        },
+    }  # fmt: skip
+
+
+def run_once(setup: Setup, engine: Engine, prompt: list[int], seed: int, colour: bool) -> Generation:
+    """Generate one text and stream it to the terminal, with ``--json`` to stderr."""
+    stream = sys.stderr if setup.args.json else sys.stdout
+
+    def emit(piece: str, who: str) -> None:
+        print(f"{COLOURS[who]}{piece}{RESET}" if colour else piece, end="", file=stream, flush=True)
+
+    output = Output(setup.tokenizer, setup.args.max_new_tokens, setup.args.stop, emit)
+    run = generate(engine, prompt, output, seed)
+    print(file=stream, flush=True)
+    return run
+
+
+def summary(run: Generation) -> str:
+    """One line about a run, for people."""
+    n, rounds = len(run.output.tokens), len(run.rounds)
+    accepted = (run.accepted(STANDARD) + run.accepted(RULE)) / rounds
+    return (
+        f"[{n} tokens in {rounds} rounds: {accepted:.1f} drafted tokens accepted a round "
+        f"({run.accepted(STANDARD)} by the standard test, {run.accepted(RULE)} by the rule alone); "
+        f"{run.tokens_per_s:.1f} tokens/s, prefill {run.prefill_s:.2f} s]"
+    )
+
+
+def chat(setup: Setup, colour: bool) -> None:
+    """Read prompts from the terminal and answer each in the light of the conversation so far."""
+    engine = setup.load(setup.context)
+    engine.warm_up()
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            return
+        if not text:
+            continue
+        messages.append({"role": "user", "content": text})
+        try:
+            raw = setup.args.raw or not setup.tokenizer.has_chat_template
+            run = run_once(setup, engine, setup.encode(text if raw else messages), setup.args.seed, colour)
+        except UserError as error:
+            print(f"{error}; starting afresh", file=sys.stderr)
+            messages = []
+            continue
+        messages.append({"role": "assistant", "content": run.output.text})
+        print(summary(run), file=sys.stderr)
+
+
+def main() -> None:
+    args = parse_args()
+    draft = checkpoint.find_checkpoint(args.draft) if args.draft is not None else None
+    setup = Setup(args, checkpoint.find_checkpoint(args.target), draft)
+    colour = args.show or (sys.stdout.isatty() and not args.json)
+    if args.interactive:
+        return chat(setup, colour)
+    text = DEMO_PROMPT if args.prompt is None else args.prompt
+    if args.prompt_file is not None:
+        try:
+            text = args.prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt-file {args.prompt_file} can't be read: {error}") from None
+    prompt = setup.encode(text)
+    start = time.perf_counter()
+    engine = setup.load(len(prompt) + args.max_new_tokens)
+    load_s = time.perf_counter() - start
+    compile_s = engine.warm_up()
+    runs = []
+    for i in range(args.num_samples):
+        runs.append(run_once(setup, engine, prompt, args.seed + i, colour))
+        print(summary(runs[-1]), file=sys.stderr)
+    if args.json:
+        print(json.dumps(report(setup, engine, runs, len(prompt), load_s, compile_s), ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,327 @@
+"""Who accepts a drafted token: the standard test, the rules that relax it, and the judge head with its training.
+
+A block is M drafted tokens and what the target said when it read ``[cur, d_1, ..., d_M]`` in one pass: logits L_0..L_M, where
+L_{i-1} predicts d_i, and judge logits z_0..z_M, where z_i was taken at d_i's own position, after the target had read it.
+Token i is accepted when the standard test OR the chosen rule accepts it; the block ends before the first token that neither
+does (judge decoding, arXiv 2501.19309). To try a rule of your own, add a function to ``RULES``.
+
+"Logits" below are those after temperature, top-k and top-p (-inf where excluded), so their softmax is what is sampled from;
+at temperature 0 they are the model's own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from errors import UserError
+from model import Transformer
+
+KINDS = ("pre_norm", "post_norm")
+LABEL_RULES = ("span", "rest")
+IGNORE, WRONG, RIGHT = -1, 0, 1  # token labels
+
+
+class Block(NamedTuple):
+    """What a rule may look at. M drafted tokens, V tokens in the vocabulary."""
+
+    drafted: Tensor  # [M] int64
+    logits: Tensor  # [M, V] fp32, the target's, that predict each drafted token
+    draft_logits: Tensor | None  # [M, V] fp32, the draft's own at the same places; kept when sampling and for the rule kl
+    judge: Tensor | None  # [M] fp32, z_i at each drafted token's own position; None without a head
+
+    def log_prob(self) -> Tensor:
+        """The target's log-probability [M] of each drafted token."""
+        return self.logits.log_softmax(-1).gather(-1, self.drafted[:, None])[:, 0]
+
+
+def judge_rule(block: Block, threshold: float) -> Tensor:
+    """sigmoid(z_i) > δ. δ = 1 accepts nothing."""
+    if block.judge is None:
+        raise ValueError("the rule judge needs a head")
+    return block.judge.sigmoid() > threshold
+
+
+def topk_rule(block: Block, threshold: float) -> Tensor:
+    """The token is among the target's K likeliest (K = threshold)."""
+    own = block.logits.gather(-1, block.drafted[:, None])
+    return ((block.logits > own).sum(-1) < threshold) & (own[:, 0] > -math.inf)
+
+
+def typical_rule(block: Block, threshold: float) -> Tensor:
+    """Medusa's typical acceptance (arXiv 2401.10774): p > min(ε, δ·e^-H), with ε = threshold and δ = sqrt(ε)."""
+    log_p = block.logits.log_softmax(-1)
+    p = log_p.exp()
+    entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    limit = (math.sqrt(threshold) * torch.exp(-entropy)).clamp(max=threshold)
+    return p.gather(-1, block.drafted[:, None])[:, 0] > limit
+
+
+def kl_rule(block: Block, threshold: float) -> Tensor:
+    """JuDi (arXiv 2601.04766): KL(p‖q) < τ, but where the target's top probability exceeds 0.9 only its own token."""
+    if block.draft_logits is None:
+        raise ValueError("the rule kl needs the draft's logits")
+    log_p, log_q = block.logits.log_softmax(-1), block.draft_logits.log_softmax(-1)
+    p = log_p.exp()
+    divergence = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
+    top, best = p.max(-1)
+    return (divergence < threshold) & ((top <= 0.9) | (best == block.drafted))
+
+
+class Rule(NamedTuple):
+    """A relaxation of the standard test, its knob and what the knob may be."""
+
+    accepts: Callable[[Block, float], Tensor]
+    default: float
+    low: float
+    high: float
+    knob: str
+
+
+RULES = {
+    "judge": Rule(judge_rule, 0.5, 0.0, 1.0, "δ"),
+    "topk": Rule(topk_rule, 5, 1, math.inf, "K"),
+    "typical": Rule(typical_rule, 0.09, 0.0, 1.0, "ε"),
+    "kl": Rule(kl_rule, 0.3, 0.0, math.inf, "τ"),
+}
+
+
+def check_threshold(verify: str, threshold: float) -> None:
+    """Raises UserError when ``threshold`` is not a possible value of the rule's knob."""
+    rule = RULES[verify]
+    if not rule.low <= threshold <= rule.high or (verify == "topk" and threshold != int(threshold)):
+        whole = "a whole number " if verify == "topk" else ""
+        limits = f"in [{rule.low:g}, {rule.high:g}]" if rule.high < math.inf else f"of at least {rule.low:g}"
+        raise UserError(f"--threshold is {threshold:g}; for the rule {verify} it is {rule.knob}, {whole}{limits}")
+
+
+def standard_test(block: Block, uniform: Tensor | None) -> Tensor:
+    """Speculative sampling's own test (arXiv 2211.17192), [M] bool.
+
+    Args:
+        uniform: fp32 draws [M] in [0, 1); None at temperature 0, where a token passes if the target would have said it.
+    """
+    if uniform is None:
+        return block.logits.argmax(-1) == block.drafted
+    if block.draft_logits is None:
+        raise ValueError("speculative sampling needs the draft's logits")
+    own = block.drafted[:, None]
+    p = block.logits.softmax(-1).gather(-1, own)[:, 0]
+    q = block.draft_logits.softmax(-1).gather(-1, own)[:, 0]
+    return uniform * q < p  # strict: a token of probability 0 fails even on a draw of 0
+
+
+class Verdict(NamedTuple):
+    """Who accepted what. ``n`` is the length of the accepted run, a 0-d int64 tensor; the others are [M] bool."""
+
+    n: Tensor
+    standard: Tensor
+    rule: Tensor
+
+
+def verdict(block: Block, verify: str, threshold: float, uniform: Tensor | None) -> Verdict:
+    """Apply the standard test and the rule ``verify`` (``standard`` for none), and find the leading accepted run."""
+    standard = standard_test(block, uniform)
+    relaxed = torch.zeros_like(standard) if verify == "standard" else RULES[verify].accepts(block, threshold)
+    n = (standard | relaxed).long().cumprod(0).sum(0)
+    return Verdict(n, standard, relaxed)
+
+
+def next_distribution(logits: Tensor, draft_logits: Tensor, n: Tensor) -> Tensor:
+    """The distribution [V] of the token after the accepted run, when sampling.
+
+    p_n − q_{n+1} clipped at 0 and normalised: what is left of the target's distribution once the draft's part is taken out.
+    Where nothing is left, and for the bonus token after a whole accepted block, p_n itself.
+
+    Args:
+        logits: the target's, [M + 1, V].
+        draft_logits: the draft's, [M, V].
+        n: 0-d int64, accepted tokens.
+    """
+    M = draft_logits.shape[0]
+    p = logits.index_select(0, n.view(1))[0].softmax(-1)
+    q = draft_logits.index_select(0, n.clamp(max=M - 1).view(1))[0].softmax(-1)
+    rest = (p - torch.where(n < M, q, 0.0)).clamp(min=0)
+    return torch.where(rest.sum() > 0, rest, p)
+
+
+@dataclass
+class Head:
+    """A judge: f(h) = weight·h + bias on the target's last-layer state, and what it was made for."""
+
+    weight: Tensor  # [D] fp32
+    bias: float
+    kind: str  # pre_norm: h before the final RMSNorm; post_norm: after it
+    model: str  # the target's name, for people
+    fingerprint: str  # checkpoint.fingerprint of the target
+    threshold: float = 0.5
+    label_rule: str = "span"
+
+    def save(self, path: Path) -> None:
+        """Write the head; loadable with ``torch.load(weights_only=True)``."""
+        partial = path.with_name(path.name + ".partial")
+        torch.save({"format": "judge-head-1", **asdict(self)}, partial)
+        os.replace(partial, path)
+
+    def check(self, fingerprint: str, dim: int, model: str) -> None:
+        """Raises UserError unless the head was trained for this target."""
+        if self.weight.shape != (dim,):
+            raise UserError(f"the head has {self.weight.numel()} weights, made for {self.model}; {model} needs {dim}")
+        if self.fingerprint != fingerprint:
+            raise UserError(
+                f"the head was trained for {self.model} ({self.fingerprint}), not for {model} ({fingerprint}); "
+                "a head fits the one set of weights it was trained on"
+            )
+
+
+def load_head(path: Path) -> Head:
+    """Read a head. Raises UserError when the file is missing, damaged, or not a head."""
+    try:
+        raw = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"no judge head at {path}") from None
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} can't be read as a judge head: {str(error).splitlines()[0]}") from None
+    if not isinstance(raw, dict) or raw.pop("format", None) != "judge-head-1":
+        raise UserError(f"{path} is not a judge head (made by scripts/train_judge.py)")
+    try:
+        head = Head(**raw)
+    except TypeError as error:
+        raise UserError(f"{path} is not a judge head this version can read: {error}") from None
+    sound = isinstance(head.weight, Tensor) and head.weight.dim() == 1 and bool(head.weight.isfinite().all())
+    if not sound or not math.isfinite(head.bias):
+        raise UserError(f"{path}: the head's weights are not a vector of finite numbers")
+    if head.kind not in KINDS or head.label_rule not in LABEL_RULES or not 0 <= head.threshold <= 1:
+        raise UserError(f"{path}: kind {head.kind!r}, labels {head.label_rule!r}, δ {head.threshold} aren't a head's")
+    return head
+
+
+class Example(NamedTuple):
+    """One answer to learn from: the prompt's ids, the answer's ids and a label for each of those."""
+
+    question: int
+    prompt: list[int]
+    answer: list[int]
+    labels: list[int]
+
+
+def span_labels(pieces: Sequence[tuple[int, int]], mistake: tuple[int, int] | None, label_rule: str) -> list[int]:
+    """Labels of an answer's tokens from the characters of its mistake.
+
+    Args:
+        pieces: each token's characters, [start, end); a token that completes none (a part of a multi-byte character) has
+            start = end and belongs to the character that comes next.
+        mistake: the mistake's characters, [start, end); None for a correct answer.
+        label_rule: what comes after the mistake is left out (``span``) or wrong as well (``rest``).
+
+    Returns:
+        RIGHT before the mistake, WRONG for every token that touches it, then IGNORE or WRONG.
+    """
+    if mistake is None:
+        return [RIGHT] * len(pieces)
+    after = WRONG if label_rule == "rest" else IGNORE
+    return [
+        RIGHT if max(end, start + 1) <= mistake[0] else WRONG if start < mistake[1] else after for start, end in pieces
+    ]
+
+
+@torch.no_grad()
+def features(model: Transformer, examples: Sequence[Example], kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Last-layer states of all labelled answer tokens: (states [N, D] fp32, labels [N], question numbers [N])."""
+    states, labels, questions = [], [], []
+    device = model.embed.weight.device
+    for example in examples:
+        ids = torch.tensor([example.prompt + example.answer], device=device)
+        hidden = model.hidden(ids)[0, len(example.prompt) :]
+        wanted = torch.tensor(example.labels) != IGNORE
+        states.append((model.norm(hidden) if kind == "post_norm" else hidden).float().cpu()[wanted])
+        labels.append(torch.tensor(example.labels)[wanted])
+        questions.append(torch.full((int(wanted.sum()),), example.question))
+    return torch.cat(states), torch.cat(labels), torch.cat(questions)
+
+
+class TrainResult(NamedTuple):
+    weight: Tensor  # [D] fp32, on raw states
+    bias: float
+    epochs: int
+    auc: float  # of right against wrong tokens, on the held-out questions
+    recall: float  # share of held-out wrong tokens with sigmoid < 0.5
+    kept: float  # share of held-out right tokens with sigmoid > 0.5
+
+
+def train_head(
+    states: Tensor,
+    labels: Tensor,
+    questions: Tensor,
+    seed: int = 0,
+    wrong_weight: float = 1.0,
+    lr: float = 1e-4,
+    weight_decay: float = 0.1,
+    batch: int = 128,
+    max_epochs: int = 200,
+    patience: int = 5,
+) -> TrainResult:
+    """Fit a linear head by weighted cross-entropy, stopping early on a tenth of the *questions*.
+
+    Wrong tokens weigh n_right / n_wrong times ``wrong_weight``, which makes up for there being about one in twenty. States
+    are standardised, and the scale is folded back into the weights returned.
+
+    Args:
+        states: [N, D] fp32; labels: [N], RIGHT or WRONG; questions: [N], whose answer a token comes from.
+
+    Raises:
+        UserError: the labels hold no wrong token, or no right one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    unique = questions.unique()
+    held = unique[torch.randperm(len(unique), generator=generator)[: max(1, len(unique) // 10)]]
+    held_out = torch.isin(questions, held)
+    n_right, n_wrong = int((labels[~held_out] == RIGHT).sum()), int((labels[~held_out] == WRONG).sum())
+    if not n_right or not n_wrong:
+        raise UserError(f"a head needs right and wrong tokens to learn from; these are {n_right} right and {n_wrong} wrong")
+    mean, std = states[~held_out].mean(0), states[~held_out].std(0).clamp(min=1e-6)
+    x, y = (states - mean) / std, labels.float()
+    weights = torch.where(labels == WRONG, n_right / n_wrong * wrong_weight, 1.0)
+    w = torch.zeros(states.shape[1], requires_grad=True)
+    b = torch.zeros((), requires_grad=True)
+    optimizer = torch.optim.AdamW([w, b], lr=lr, weight_decay=weight_decay)
+
+    def loss(rows: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(x[rows] @ w + b, y[rows], weights[rows])
+
+    train, val = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
+    best, best_loss, best_epoch = (w.detach().clone(), b.item()), math.inf, 0
+    for epoch in range(1, max_epochs + 1):
+        for rows in train[torch.randperm(len(train), generator=generator)].split(batch):
+            optimizer.zero_grad()
+            loss(rows).backward()
+            optimizer.step()
+        with torch.no_grad():
+            now = loss(val).item()
+        if now < best_loss:
+            best, best_loss, best_epoch = (w.detach().clone(), b.item()), now, epoch
+        elif epoch - best_epoch >= patience:
+            break
+    score = x[val] @ best[0] + best[1]
+    right, wrong = score[labels[val] == RIGHT], score[labels[val] == WRONG]
+    weight = best[0] / std
+    return TrainResult(
+        weight, best[1] - float(weight @ mean), best_epoch, _auc(right, wrong),
+        float((wrong < 0).float().mean()), float((right > 0).float().mean()),
+    )  # fmt: skip
+
+
+def _auc(right: Tensor, wrong: Tensor) -> float:
+    """Probability that a right token scores above a wrong one, ties counted half."""
+    ordered = wrong.sort().values
+    below, upto = torch.searchsorted(ordered, right), torch.searchsorted(ordered, right, right=True)
+    return float((below + upto).double().mean() / 2 / max(1, len(ordered)))

@@ -1,0 +1,331 @@
+"""One Transformer for Llama, Mistral, Qwen2 and Qwen3: its configuration, its static KV cache, and the judge row.
+
+The module has two ways through the same weights. ``forward`` reads whole sequences without a cache: it is what training
+uses, and the reference that everything faster is tested against. ``step`` reads a few tokens at given positions against a
+static KV cache, and is what the engine compiles and captures. Batch size is 1 in ``step``, so it carries no batch dimension.
+
+Shapes: T tokens, D = dim, H query heads, K key/value heads, G = H // K, C = head_dim, F = ffn_dim, V = vocab_size,
+S = positions of the cache that are read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from errors import UserError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_TYPES = ("default", "linear", "llama3")
+JUDGE_ROWS = 8  # rows added to the output projection for the one judge row: eight keep the product aligned
+
+
+@dataclass(frozen=True)
+class Config:
+    """The numbers that define a model, as its ``config.json`` gives them."""
+
+    architecture: str
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    max_seq_len: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] = field(default_factory=dict)  # empty: none
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+
+    @staticmethod
+    def from_hf(raw: dict[str, Any]) -> Config:
+        """Read a Hugging Face ``config.json`` (either generation of its RoPE keys).
+
+        Raises:
+            UserError: an unknown architecture, activation or RoPE type, a missing key, or sizes that don't fit together.
+        """
+        names = raw.get("architectures") or ["nothing"]
+        if names[0] not in ARCHITECTURES:
+            raise UserError(f"config.json names the architecture {names[0]}; known are {', '.join(ARCHITECTURES)}")
+        arch: str = names[0]
+        _refuse_unsupported(raw)
+
+        def need(key: str) -> Any:
+            if raw.get(key) is None:
+                raise UserError(f"config.json lacks {key!r}, which {arch} needs")
+            return raw[key]
+
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+        kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+        if kind not in ROPE_TYPES:
+            raise UserError(f"config.json asks for RoPE type {kind!r}; known are {', '.join(ROPE_TYPES)}")
+        n_heads = need("num_attention_heads")
+        config = Config(
+            architecture=arch,
+            dim=need("hidden_size"),
+            n_layers=need("num_hidden_layers"),
+            n_heads=n_heads,
+            n_kv_heads=raw.get("num_key_value_heads") or n_heads,
+            head_dim=raw.get("head_dim") or need("hidden_size") // n_heads,
+            ffn_dim=need("intermediate_size"),
+            vocab_size=need("vocab_size"),
+            # within its window a sliding-window model is an ordinary one, so the window is where its context ends here
+            max_seq_len=min(need("max_position_embeddings"), _window(raw)),
+            norm_eps=float(need("rms_norm_eps")),
+            rope_theta=theta,
+            rope_scaling={} if kind == "default" else {"rope_type": kind, **rope},
+            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=arch == "Qwen2ForCausalLM" or bool(raw.get("attention_bias", False)),
+            out_bias=arch != "Qwen2ForCausalLM" and bool(raw.get("attention_bias", False)),
+            qk_norm=arch == "Qwen3ForCausalLM",
+        )
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raises UserError where the sizes contradict each other."""
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"config.json gives {name} = {value!r}; it must be a whole number of at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise UserError(f"{self.n_heads} attention heads don't divide over {self.n_kv_heads} key/value heads")
+        if self.head_dim % 2:
+            raise UserError(f"head_dim is {self.head_dim}; RoPE needs an even number")
+        if self.rope_scaling:
+            keys = ["factor"]
+            if self.rope_scaling["rope_type"] == "llama3":
+                keys += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+            missing = [k for k in keys if k not in self.rope_scaling]
+            if missing:
+                raise UserError(f"config.json's RoPE scaling lacks {', '.join(missing)}")
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    act = raw.get("hidden_act", "silu")
+    if act not in ("silu", "swish"):
+        raise UserError(f"config.json asks for the activation {act!r}; only silu is known")
+    if raw.get("mlp_bias"):
+        raise UserError("config.json asks for mlp_bias = true; biases in the feed-forward layers aren't supported")
+
+
+def _window(raw: dict[str, Any]) -> int:
+    """Positions within a sliding window, or no limit. Qwen2 and Qwen3 name a window that ``use_sliding_window`` turns off."""
+    window = raw.get("sliding_window")
+    return window if window and raw.get("use_sliding_window", True) else 1 << 62
+
+
+def rope_inverse_frequencies(config: Config) -> Tensor:
+    """Inverse frequencies [C / 2] in fp32, Llama-3's or linear scaling applied (Llama 3.1 report, section 3.2)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    freqs = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if not scaling:
+        return freqs
+    factor = float(scaling["factor"])
+    if scaling["rope_type"] == "linear":
+        return freqs / factor
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns = scaling["original_max_position_embeddings"] * freqs / (2 * math.pi)  # turns over the original context
+    blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow waves, scaled in full; 1: fast waves, left alone
+    return freqs * (blend + (1 - blend) / factor)
+
+
+def rope_table(config: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, C] in fp32 for positions [T], in Hugging Face's half-split order."""
+    angles = positions.float()[:, None] * rope_inverse_frequencies(config).to(positions.device)
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to x [..., T, heads, C] with cos, sin [T, C]."""
+    first, second = x.float().chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return (x.float() * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean square taken in fp32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class Cache:
+    """Static keys and values of one model, and the RoPE table they were written with.
+
+    ``k`` and ``v`` are [n_layers, K, length, C]; nothing is ever reallocated. Positions past the committed text may hold
+    rejected tokens: they are hidden by the mask and overwritten when the text reaches them.
+    """
+
+    def __init__(self, config: Config, length: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        shape = (config.n_layers, config.n_kv_heads, length, config.head_dim)
+        self.length = length
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.cos, self.sin = rope_table(config, torch.arange(length, device=device))
+
+
+class Block(nn.Module):
+    """One layer: grouped-query attention with RoPE, then SwiGLU. q, k and v come from one product, gate and up from another.
+
+    ``step`` is the unit that is compiled: once for all layers, since only its inputs differ.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        c = config
+        self.n_heads, self.n_kv_heads, self.head_dim = c.n_heads, c.n_kv_heads, c.head_dim
+        self.attn_norm = RMSNorm(c.dim, c.norm_eps)
+        self.wqkv = nn.Linear(c.dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim, bias=c.qkv_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.wo = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
+        self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
+        self.w13 = nn.Linear(c.dim, 2 * c.ffn_dim, bias=False)
+        self.w2 = nn.Linear(c.ffn_dim, c.dim, bias=False)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [..., T, H, C], keys and values [..., T, K, C] of x [..., T, D], positions applied."""
+        heads = self.wqkv(self.attn_norm(x)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), -2)
+        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w13(self.ffn_norm(x)).chunk(2, -1)
+        return self.w2(F.silu(gate) * up)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Read x [B, T, D] causally, no cache."""
+        q, k, v = (t.transpose(1, 2) for t in self.project(x, cos, sin))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.wo(attended.transpose(1, 2).flatten(-2))
+        return x + self.feed_forward(x)
+
+    def step(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """Read x [T, D] at ``positions`` [T] over k_cache, v_cache [K, S, C], into which its own keys are written first.
+
+        mask is [G * T, S], 0 or -inf. The G queries that share a key head are read as G * T rows, so that keys and values
+        are read once and never repeated.
+        """
+        T = x.shape[0]
+        q, k, v = self.project(x, cos, sin)
+        k_cache.index_copy_(1, positions, k.transpose(0, 1))
+        v_cache.index_copy_(1, positions, v.transpose(0, 1))
+        q = q.unflatten(1, (self.n_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * T, C]
+        attended = F.scaled_dot_product_attention(q[None], k_cache[None], v_cache[None], attn_mask=mask)[0]
+        x = x + self.wo(attended.unflatten(1, (-1, T)).permute(2, 0, 1, 3).flatten(1))
+        return x + self.feed_forward(x)
+
+
+class Transformer(nn.Module):
+    """The model. Built on the meta device by ``checkpoint.load_model``, which assigns the weights."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.judge_kind: str | None = None
+        self.judge_bias = 0.0
+        self.block_steps = self.compiled_steps = [layer.step for layer in self.layers]
+        if config.tie_embeddings:
+            self.tie()
+
+    def tie(self) -> None:
+        """Let the embedding and the first V rows of the output projection be the same memory."""
+        self.embed.weight = self.output.weight if self.judge_kind is None else nn.Parameter(
+            self.output.weight[: self.config.vocab_size], requires_grad=False
+        )
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Last-layer states [B, T, D] before the final norm, for tokens [B, T]; no cache."""
+        cos, sin = rope_table(self.config, torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of tokens [B, T]; no cache."""
+        return self.logits(self.hidden(tokens))[0]
+
+    def step(self, tokens: Tensor, positions: Tensor, cache: Cache, bucket: int, compiled: bool = True) -> Tensor:
+        """Read tokens [T] at positions [T] and return states [T, D] before the final norm.
+
+        Reads and writes only the first ``bucket`` positions of the cache; every position must lie below it. Where the blocks
+        were compiled, ``compiled`` says whether to use that: shapes that come once (prefill) aren't worth a compilation.
+        """
+        groups = self.config.n_heads // self.config.n_kv_heads
+        cos, sin = cache.cos.index_select(0, positions), cache.sin.index_select(0, positions)
+        x = self.embed(tokens)
+        hidden_from_query = torch.arange(bucket, device=tokens.device) > positions[:, None]  # [T, S]
+        mask = torch.zeros((), dtype=x.dtype, device=x.device).masked_fill(hidden_from_query, float("-inf"))
+        mask = mask.repeat(groups, 1)
+        steps = self.compiled_steps if compiled else self.block_steps
+        for i, block_step in enumerate(steps):
+            x = block_step(x, cos, sin, mask, positions, cache.k[i, :, :bucket], cache.v[i, :, :bucket])
+        return x
+
+    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """fp32 logits [..., V] and judge logits [...] (None without a head) of states [..., D] before the final norm."""
+        out = self.output(self.norm(hidden)).float()
+        if self.judge_kind is None:
+            return out, None
+        judge = out[..., self.config.vocab_size]
+        if self.judge_kind == "pre_norm":  # w·h = rms(h) · (w / g)·norm(h)
+            judge = judge * (hidden.float().square().mean(-1) + self.config.norm_eps).sqrt()
+        return out[..., : self.config.vocab_size], judge + self.judge_bias
+
+    def fuse_judge(self, weight: Tensor, bias: float, kind: str) -> None:
+        """Append a judge head, weight [D], to the output projection as row V.
+
+        Args:
+            weight: fp32 row of the head f(h) = weight·h + bias.
+            kind: ``pre_norm`` when h is the state before the final RMSNorm, ``post_norm`` when it is the state after it.
+
+        Raises:
+            UserError: the final norm has a zero weight where a ``pre_norm`` head needs to look.
+        """
+        row = weight.float()
+        if kind == "pre_norm":
+            gain = self.norm.weight.detach().float()
+            if bool(((gain == 0) & (row != 0)).any()):
+                raise UserError("a pre_norm head can't be fused: the model's final norm has a weight of 0")
+            row = torch.where(gain == 0, 0.0, row / gain)
+        old = self.output.weight.detach()[: self.config.vocab_size]
+        extra = old.new_zeros((JUDGE_ROWS, self.config.dim))
+        extra[0] = row.to(old.dtype)
+        self.output.weight = nn.Parameter(torch.cat((old, extra)), requires_grad=False)
+        self.judge_kind, self.judge_bias = kind, float(bias)
+        if self.config.tie_embeddings:
+            self.tie()
+
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one pass reads: all but the embedding table, of which a token reads one row."""
+        return sum(p.nbytes for name, p in self.named_parameters() if name != "embed.weight")
+
+    def compile_blocks(self, dynamic: bool) -> None:
+        """Compile the layer step once, for all layers. With ``dynamic``, one graph serves every T > 1 and every bucket."""
+        self.compiled_steps = [torch.compile(layer.step, dynamic=dynamic) for layer in self.layers]

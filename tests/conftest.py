@@ -1,0 +1,58 @@
+"""Tiny random models of every architecture, and the CPU settings that make fp32 results repeatable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from model import Config, Transformer  # noqa: E402
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+BASE = {
+    "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 80,
+    "vocab_size": 131, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+# name -> Hugging Face configuration, between them every feature that a supported model has
+ARCHITECTURES = {
+    "llama2": {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 6},
+    "llama3": {"architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0},
+    "llama3.2": {"architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16},
+    "llama-bias": {"architectures": ["LlamaForCausalLM"], "attention_bias": True},
+    "llama-linear": {"architectures": ["LlamaForCausalLM"], "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1000000.0},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 12},
+    "smollm2": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "num_attention_heads": 3,
+                "num_key_value_heads": 3},
+}  # fmt: skip
+
+
+def hf_config(name: str, **changes: object) -> dict:
+    return {**BASE, **ARCHITECTURES[name], **changes}
+
+
+def tiny(name: str = "llama3", seed: int = 0, scale: float = 0.25, **changes: object) -> Transformer:
+    """A random model whose logits are of order 1 and far from uniform."""
+    torch.manual_seed(seed)
+    model = Transformer(Config.from_hf(hf_config(name, **changes)))
+    for parameter_name, parameter in model.named_parameters():
+        if not parameter_name.endswith("norm.weight"):
+            torch.nn.init.normal_(parameter, std=scale)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.requires_grad_(False).eval()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_threads():
+    torch.set_num_threads(2)
