@@ -158,6 +158,7 @@ class Engine:
         self.pos = torch.zeros((), dtype=torch.int64, device=self.device)  # of the last committed token
         self.ahead = torch.arange(self.M + 1, device=self.device)
         self.generator = torch.Generator(self.device)
+        self.prefix: list[int] = []  # tokens whose keys and values lie at the start of both caches
         V = target.config.vocab_size
         self.draft_logits = torch.zeros((self.M, V), device=self.device) if self._keeps_draft_logits() else None
         self.result = torch.zeros(3 * self.M + 2, dtype=torch.int64, device=self.device)
@@ -175,6 +176,7 @@ class Engine:
         """Run a round on an empty text, so that everything is compiled before the clock starts. Returns its seconds."""
         start = time.perf_counter()
         self.pos.zero_()
+        self.prefix = []
         for _ in range(2):
             self.round(bucket_for(2 * self.M + 2))
             self.result.tolist()
@@ -185,7 +187,8 @@ class Engine:
     def prefill(self, prompt: Sequence[int], seed: int | None = None) -> None:
         """Start a text: both models read the prompt but its last token, which the first round reads.
 
-        No logits are needed here: the first round makes them. Chunks of at most 256 tokens bound the memory.
+        No logits are needed here: the first round makes them. Chunks of at most 256 tokens bound the memory. What this prompt
+        has in common with the start of the last one is in the caches already and isn't read again.
 
         Raises:
             UserError: the prompt is empty or longer than ``max_len``.
@@ -198,8 +201,11 @@ class Engine:
         ids = torch.tensor(prompt, device=self.device)
         self.tokens[: len(prompt)] = ids
         self.pos.fill_(len(prompt) - 1)
-        for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
-            positions = torch.arange(start, min(start + PREFILL_CHUNK, len(prompt) - 1), device=self.device)
+        read = list(prompt[:-1])
+        known = next((i for i, (a, b) in enumerate(zip(self.prefix, read)) if a != b), min(len(self.prefix), len(read)))
+        self.prefix = read
+        for start in range(known, len(read), PREFILL_CHUNK):
+            positions = torch.arange(start, min(start + PREFILL_CHUNK, len(read)), device=self.device)
             chunk, bucket = ids[positions], bucket_for(start + len(positions))
             for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
                 if model is not None and cache is not None:

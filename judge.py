@@ -11,20 +11,24 @@ at temperature 0 they are the model's own.
 
 from __future__ import annotations
 
+import codecs
+import json
 import math
 import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError
-from model import Transformer
+from model import Cache, Transformer
+from tokenizer import Tokenizer
 
 KINDS = ("pre_norm", "post_norm")
 LABEL_RULES = ("span", "rest")
@@ -38,10 +42,6 @@ class Block(NamedTuple):
     logits: Tensor  # [M, V] fp32, the target's, that predict each drafted token
     draft_logits: Tensor | None  # [M, V] fp32, the draft's own at the same places; kept when sampling and for the rule kl
     judge: Tensor | None  # [M] fp32, z_i at each drafted token's own position; None without a head
-
-    def log_prob(self) -> Tensor:
-        """The target's log-probability [M] of each drafted token."""
-        return self.logits.log_softmax(-1).gather(-1, self.drafted[:, None])[:, 0]
 
 
 def judge_rule(block: Block, threshold: float) -> Tensor:
@@ -74,7 +74,8 @@ def kl_rule(block: Block, threshold: float) -> Tensor:
     p = log_p.exp()
     divergence = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
     top, best = p.max(-1)
-    return (divergence < threshold) & ((top <= 0.9) | (best == block.drafted))
+    possible = block.logits.gather(-1, block.drafted[:, None])[:, 0] > -math.inf
+    return (divergence < threshold) & possible & ((top <= 0.9) | (best == block.drafted))
 
 
 class Rule(NamedTuple):
@@ -190,7 +191,8 @@ def load_head(path: Path) -> Head:
     except FileNotFoundError:
         raise UserError(f"no judge head at {path}") from None
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} can't be read as a judge head: {str(error).splitlines()[0]}") from None
+        why = (str(error) or "it is empty").splitlines()[0]
+        raise UserError(f"{path} can't be read as a judge head: {why}") from None
     if not isinstance(raw, dict) or raw.pop("format", None) != "judge-head-1":
         raise UserError(f"{path} is not a judge head (made by scripts/train_judge.py)")
     try:
@@ -205,6 +207,15 @@ def load_head(path: Path) -> Head:
     return head
 
 
+class Tuple(NamedTuple):
+    """What people label: a question, a right answer, a wrong one, and the characters of its mistake, [start, end)."""
+
+    question: str
+    correct: str
+    wrong: str
+    mistake: tuple[int, int]
+
+
 class Example(NamedTuple):
     """One answer to learn from: the prompt's ids, the answer's ids and a label for each of those."""
 
@@ -212,6 +223,65 @@ class Example(NamedTuple):
     prompt: list[int]
     answer: list[int]
     labels: list[int]
+
+
+def read_tuples(path: Path) -> list[Tuple]:
+    """Tuples from a JSON-lines file with the fields of ``Tuple``.
+
+    Raises:
+        UserError: the file can't be read or is empty, or a line (named by its number) isn't a tuple.
+    """
+    tuples = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            start, end = row["mistake"]
+            item = Tuple(row["question"], row["correct"], row["wrong"], (int(start), int(end)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}, line {number}: not a tuple of question, correct, wrong, mistake ({error})") from None
+        if not all(isinstance(text, str) and text for text in item[:3]):
+            raise UserError(f"{path}, line {number}: question, correct and wrong must be text")
+        if not 0 <= item.mistake[0] < item.mistake[1] <= len(item.wrong):
+            raise UserError(f"{path}, line {number}: the mistake {list(item.mistake)} lies outside the wrong answer's "
+                            f"{len(item.wrong)} characters")  # fmt: skip
+        tuples.append(item)
+    if not tuples:
+        raise UserError(f"{path} holds no tuples")
+    return tuples
+
+
+def token_spans(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[tuple[int, int]]:
+    """The characters [start, end) of ``text`` that each of its ids completes."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    ends = list(accumulate(len(decoder.decode(tokenizer.token_bytes(i) or b"")) for i in ids))
+    extra = (ends[-1] if ends else 0) - len(text)  # a space that SentencePiece puts in front
+    ends = [max(0, end - extra) for end in ends]
+    return list(zip([0, *ends], ends))
+
+
+def to_examples(tuples: Sequence[Tuple], tokenizer: Tokenizer, label_rule: str = "span", raw: bool = False) -> list[Example]:
+    """Both answers of every tuple, a label for each token; the stop token belongs to a right answer.
+
+    Args:
+        raw: the questions are whole prompts, not to be put into the chat template.
+    """
+    chat = not raw and tokenizer.has_chat_template
+    stop = sorted(tokenizer.eos_ids)[:1]
+    examples = []
+    for number, item in enumerate(tuples):
+        messages = [{"role": "user", "content": item.question}]
+        prompt = tokenizer.encode_chat(messages) if chat else tokenizer.encode_prompt(item.question)
+        for text, mistake in ((item.correct, None), (item.wrong, item.mistake)):
+            ids = tokenizer.encode(text)
+            labels = span_labels(token_spans(tokenizer, ids, text), mistake, label_rule)
+            if mistake is None:
+                ids, labels = ids + stop, labels + [RIGHT] * len(stop)
+            examples.append(Example(number, prompt, ids, labels))
+    return examples
 
 
 def span_labels(pieces: Sequence[tuple[int, int]], mistake: tuple[int, int] | None, label_rule: str) -> list[int]:
@@ -234,18 +304,37 @@ def span_labels(pieces: Sequence[tuple[int, int]], mistake: tuple[int, int] | No
     ]
 
 
-@torch.no_grad()
-def features(model: Transformer, examples: Sequence[Example], kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Last-layer states of all labelled answer tokens: (states [N, D] fp32, labels [N], question numbers [N])."""
-    states, labels, questions = [], [], []
-    device = model.embed.weight.device
+@torch.inference_mode()
+def features(
+    model: Transformer, examples: Sequence[Example], kind: str, progress: Callable[..., Any] = lambda rows: rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Last-layer states of all labelled answer tokens: (states [N, D] fp32, labels [N], question numbers [N]).
+
+    What an example has in common with the start of the one before (the worked examples of a prompt, a right answer up to the
+    mistake planted in it) is read once; nothing behind the last labelled token is read.
+    """
+    device, dtype = model.norm.weight.device, model.norm.weight.dtype
+    texts = []
     for example in examples:
-        ids = torch.tensor([example.prompt + example.answer], device=device)
-        hidden = model.hidden(ids)[0, len(example.prompt) :]
-        wanted = torch.tensor(example.labels) != IGNORE
-        states.append((model.norm(hidden) if kind == "post_norm" else hidden).float().cpu()[wanted])
-        labels.append(torch.tensor(example.labels)[wanted])
-        questions.append(torch.full((int(wanted.sum()),), example.question))
+        used = max((i + 1 for i, label in enumerate(example.labels) if label != IGNORE), default=0)
+        texts.append(example.prompt + example.answer[:used])
+    longest = max(map(len, texts))
+    cache = Cache(model.config, longest, dtype, device)
+    hidden = torch.empty((longest, model.config.dim), dtype=dtype, device=device)
+    states, labels, questions = [], [], []
+    last: list[int] = []
+    for example, text in progress(list(zip(examples, texts))):
+        known = next((i for i, (a, b) in enumerate(zip(last, text)) if a != b), min(len(last), len(text)))
+        for start in range(known, len(text), 256):
+            positions = torch.arange(start, min(start + 256, len(text)), device=device)
+            ids = torch.tensor(text, device=device)[positions]
+            hidden[positions] = model.step(ids, positions, cache, int(positions[-1]) + 1, compiled=False)
+        last = text
+        wanted = [i for i, label in enumerate(example.labels) if label != IGNORE]
+        answer = hidden[len(example.prompt) : len(text)][wanted]
+        states.append((model.norm(answer) if kind == "post_norm" else answer).float().cpu())
+        labels.append(torch.tensor([example.labels[i] for i in wanted]))
+        questions.append(torch.full((len(wanted),), example.question))
     return torch.cat(states), torch.cat(labels), torch.cat(questions)
 
 

@@ -7,7 +7,7 @@ import torch
 from conftest import ARCHITECTURES, hf_config, tiny
 
 from errors import UserError
-from model import Cache, Config
+from model import Cache, Config, Linear, wide_linear
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -91,3 +91,18 @@ def test_both_generations_of_rope_keys_and_windows():
     assert old == new
     assert Config.from_hf(hf_config("mistral", sliding_window=256)).max_seq_len == 256
     assert Config.from_hf(hf_config("qwen2", sliding_window=256, use_sliding_window=False)).max_seq_len == 512
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 7, 5), (26, 700, 1000), (9, 33, 20_000)])
+def test_wide_product_equals_the_exact_one(dtype, shape):
+    T, n_out, n_in = shape
+    x, weight = torch.randn(T, n_in).to(dtype), torch.randn(n_out, n_in).to(dtype)
+    exact = x.double() @ weight.double().t()
+    torch.testing.assert_close(wide_linear(x, weight).double(), exact, atol=exact.std().item() / 100, rtol=0.01)
+    layer = Linear(n_in, n_out, bias=True).to(dtype)
+    layer.slow_rows = True
+    with torch.no_grad():
+        plain = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        torch.testing.assert_close(layer(x), plain, atol=0.05, rtol=0.05)
+    torch.library.opcheck(wide_linear, (x, weight), test_utils=("test_schema", "test_faketensor"))

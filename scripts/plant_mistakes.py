@@ -1,0 +1,70 @@
+"""Judge tuples from GSM8K-style answers, labelled by construction: in each, one computed number is replaced by another.
+
+The right answer is the file's own; the wrong one is the same up to a number that follows an equals sign, which is changed.
+The mistake reaches from the first changed digit to the number's end, so nobody has to read anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from errors import Parser, UserError, run_cli  # noqa: E402
+from evaluate import SHOTS, gsm8k_prompt, read_jsonl  # noqa: E402
+
+COMPUTED = re.compile(r"(?<==)(\s*\$?)(\d+)(?![\d.,]*\d)")
+
+
+def other_number(text: str, rng: random.Random) -> str:
+    """A number of as many digits that differs in one or more of them."""
+    at = rng.randrange(len(text))
+    digit = rng.choice([d for d in "0123456789" if d != text[at] and not (at == 0 and d == "0" and len(text) > 1)])
+    tail = text[at + 1 :] if rng.random() < 0.5 else "".join(rng.choice("0123456789") for _ in text[at + 1 :])
+    return text[:at] + digit + tail
+
+
+def plant(answer: str, rng: random.Random) -> tuple[str, tuple[int, int]] | None:
+    """An answer with one computed number changed, and the characters of the change; None where it computes nothing."""
+    places = list(COMPUTED.finditer(answer))
+    if not places:
+        return None
+    place = rng.choice(places)
+    right, wrong = place.group(2), other_number(place.group(2), rng)
+    first = next(i for i, (a, b) in enumerate(zip(right, wrong)) if a != b)
+    start, end = place.span(2)
+    return answer[:start] + wrong + answer[end:], (start + first, end)
+
+
+def main() -> None:
+    p = Parser(description=__doc__)
+    p.add_argument("data", type=Path, help="JSON lines of question and answer, as GSM8K's")
+    p.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines of tuples; train with --raw")
+    p.add_argument("--limit", type=int, default=500, metavar="N", help="tuples (default: 500)")
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args()
+    rows = read_jsonl(args.data, ("question", "answer"))
+    if args.limit < 1 or len(rows) <= SHOTS:
+        raise UserError(f"--limit is {args.limit} and {args.data} has {len(rows)} rows; at least 1 and {SHOTS + 1} are needed")
+    rng = random.Random(args.seed)
+    lines = []
+    for row in rows[:-SHOTS]:
+        answer = " " + re.sub(r"<<.*?>>", "", row["answer"])
+        planted = plant(answer, rng)
+        if planted is not None and len(lines) < args.limit:
+            wrong, mistake = planted
+            prompt = gsm8k_prompt(row["question"], rows[-SHOTS:])
+            lines.append(json.dumps({"question": prompt, "correct": answer, "wrong": wrong, "mistake": mistake}))
+    partial = args.out.with_name(args.out.name + ".partial")
+    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    os.replace(partial, args.out)
+    print(f"wrote {len(lines)} tuples to {args.out}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

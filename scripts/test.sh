@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# Make a virtual environment, install what the tests need, and run them. Arguments go to pytest.
+source "$(dirname "$0")/setup.sh" requirements-test.txt
+exec python -m pytest -q tests "$@"

@@ -1,0 +1,205 @@
+"""The command line: what it prints, its JSON keys, and one line with status 2 for every mistake a user can make."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import tokenizers
+import torch
+from conftest import hf_config, tiny
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import generate
+from errors import run_cli
+from judge import Head
+
+CHARS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+V = 264  # 256 bytes, <eos>, padding
+
+
+def write_tokenizer(folder, chars=CHARS):
+    vocab = {"<eos>": 0, **{c: i for i, c in enumerate(chars, 1)}}
+    tok = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token=None))
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tok.decoder = tokenizers.decoders.ByteLevel()
+    tok.add_special_tokens(["<eos>"])
+    tok.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+
+
+def write_checkpoint(folder, seed=0, chars=CHARS, name="llama3", **changes):
+    changes = {"vocab_size": V, **changes}
+    model = tiny(name, seed=seed, **changes)
+    checkpoint.save_checkpoint(folder, hf_config(name, **changes), model.state_dict())
+    write_tokenizer(folder, chars)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """checkpoints/ with a target, two drafts and heads, shared by the tests of this file, which don't write there."""
+    root = tmp_path_factory.mktemp("house")
+    folders = root / "checkpoints"
+    write_checkpoint(folders / "Tiny-8B-Chat")
+    write_checkpoint(folders / "Tiny-1B", seed=1, num_hidden_layers=1)
+    write_checkpoint(folders / "Tiny-1B-padded", seed=1, num_hidden_layers=1, vocab_size=V + 16)
+    write_checkpoint(folders / "Other-3B", chars=[*CHARS[:40], CHARS[41], CHARS[40], *CHARS[42:]])
+    print_of = checkpoint.fingerprint(folders / "Tiny-8B-Chat")
+    head = Head(torch.randn(48, generator=torch.Generator().manual_seed(0)) * 3, 0.0, "post_norm", "Tiny-8B-Chat", print_of)
+    head.save(root / "head.pt")
+    Head(torch.ones(16), 0.0, "post_norm", "small", print_of).save(root / "narrow.pt")
+    Head(torch.ones(48), 0.0, "post_norm", "stranger", "0" * 16).save(root / "stranger.pt")
+    return root
+
+
+def run(house, monkeypatch, capsys, *argv):
+    """(status, stdout, stderr) of ``generate.py argv``, run within ``house``."""
+    monkeypatch.chdir(house)
+    monkeypatch.setattr(sys, "argv", ["generate.py", *argv])
+    try:
+        run_cli(generate.main)
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+PAIR = ("--target", "8B", "--draft", "checkpoints/Tiny-1B", "--prompt", "Hello", "--no-compile", "--dtype", "float32")
+JUDGED = (*PAIR, "--judge", "head.pt")
+
+
+@pytest.mark.parametrize("argv, words", [
+    (("--target", "70B"), "no checkpoint '70B'.*Other-3B, Tiny-1B, Tiny-1B-padded, Tiny-8B-Chat"),
+    (("--target", "1B"), "fits several.*Tiny-1B, Tiny-1B-padded"),
+    (("--target", "8"), "no checkpoint '8'"),
+    (("--target", ""), "empty"),
+    (("--target", "8B", "--judge", "head.pt"), "--judge needs a --draft"),
+    (("--draft", "8B"), "need a --target"),
+    (("--target", "8B", "--verify", "topk"), "--verify topk needs a --draft"),
+    ((*PAIR, "--verify", "judge"), "--verify judge needs a head"),
+    ((*PAIR, "--verify", "standard", "--threshold", "0.5"), "no meaning"),
+    ((*JUDGED, "--threshold", "1.5"), r"--threshold is 1.5.*\[0, 1\]"),
+    ((*JUDGED, "--threshold", "-0.1"), r"--threshold is -0.1"),
+    ((*JUDGED, "--threshold", "much"), "--threshold.*'much'"),
+    ((*PAIR, "--draft-len", "0"), "--draft-len is 0; it must be at least 1"),
+    ((*PAIR, "--draft-len", "-3"), "--draft-len is -3"),
+    ((*PAIR, "--max-new-tokens", "0"), "--max-new-tokens is 0"),
+    ((*PAIR, "--num-samples", "0"), "--num-samples is 0"),
+    ((*PAIR, "--temperature", "-1"), "--temperature is -1"),
+    ((*PAIR, "--temperature", "nan"), "--temperature is nan"),
+    ((*PAIR, "--top-p", "0"), "--top-p is 0; it must be above 0 and at most 1"),
+    ((*PAIR, "--top-p", "1.01"), "--top-p is 1.01"),
+    ((*PAIR, "--top-k", "-1"), "--top-k is -1"),
+    ((*PAIR, "--prompt", ""), "the prompt is empty"),
+    ((*PAIR[:4], "--prompt-file", "absent.txt"), "absent.txt can't be read"),
+    ((*PAIR, "--max-new-tokens", "508"), "a prompt of 5 tokens and --max-new-tokens 508 are 513 together; the context is 512"),
+    ((*PAIR, "--prompt", "a" * 600), "the prompt has 600 tokens; the context is 512"),
+    ((*PAIR, "--judge", "absent.pt"), "no judge head at absent.pt"),
+    ((*PAIR, "--judge", "narrow.pt"), "16 weights, made for small; .*needs 48"),
+    ((*PAIR, "--judge", "stranger.pt"), "trained for stranger"),
+    ((*PAIR, "--draft", "3B"), "checkpoints/Tiny-8B-Chat.*checkpoints/Other-3B.*41"),
+    ((*PAIR, "--verify", "guess"), "guess"),
+    ((*PAIR, "--frobnicate"), "--frobnicate"),
+])  # fmt: skip
+def test_a_users_mistake_takes_one_line_and_status_2(house, monkeypatch, capsys, argv, words):
+    status, out, err = run(house, monkeypatch, capsys, *argv)
+    assert status == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert re.search(words, err), err
+
+
+@pytest.mark.parametrize("fault, words", [
+    ("cut short", "cut short"), ("missing weights", "holds no model"), ("missing key", "lacks 1 of"),
+    ("left over", "'layers.9.wo.weight'"), ("shape", r"norm.weight is \(40,\), but config.json makes it \(48,\)"),
+    ("architecture", "MambaForCausalLM"), ("no config", "no config.json"), ("config no JSON", "can't be read as JSON"),
+    ("no tokenizer", "tokenizer.json"), ("missing shard", "lacks 1 of its 2 weight files: model-00002"),
+])  # fmt: skip
+def test_a_damaged_checkpoint_takes_one_line_and_status_2(house, tmp_path, monkeypatch, capsys, fault, words):
+    folder = tmp_path / "checkpoints" / "broken"
+    shutil.copytree(house / "checkpoints" / "Tiny-8B-Chat", folder)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    metadata = {"layout": checkpoint.LAYOUT, "quantization": "none"}
+    if fault == "cut short":
+        path.write_bytes(path.read_bytes()[:-8])
+    elif fault == "missing weights":
+        path.unlink()
+    elif fault == "no config":
+        (folder / "config.json").unlink()
+    elif fault == "config no JSON":
+        (folder / "config.json").write_text("{")
+    elif fault == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif fault == "architecture":
+        (folder / "config.json").write_text(json.dumps(hf_config("llama3", architectures=["MambaForCausalLM"])))
+    elif fault == "missing shard":
+        index = {"weight_map": {"norm.weight": "model-00001-of-00002.safetensors", "embed.weight": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        path.rename(folder / "model-00001-of-00002.safetensors")
+    else:
+        if fault == "missing key":
+            del weights["layers.1.w2.weight"]
+        elif fault == "left over":
+            weights["layers.9.wo.weight"] = torch.ones(2)
+        else:
+            weights["norm.weight"] = torch.ones(40)
+        save_file(weights, path, metadata)
+    status, out, err = run(tmp_path, monkeypatch, capsys, "--target", str(folder), "--prompt", "Hi")
+    assert status == 2 and out == "" and err.count("\n") == 1
+    assert re.search(words, err), err
+
+
+def last_json(out):
+    return json.loads(out.splitlines()[-1])
+
+
+def test_json_and_the_rules_agree(house, monkeypatch, capsys):
+    plain = ("--target", "8B", *PAIR[4:])
+    texts = {}
+    for name, argv in {
+        "plain": plain, "standard": PAIR, "one": (*JUDGED, "--threshold", "1"), "judge": (*JUDGED, "--threshold", "0.3"),
+        "topk": (*PAIR, "--verify", "topk", "--threshold", "1"), "padded": (*PAIR, "--draft", "Tiny-1B-padded"),
+    }.items():  # fmt: skip
+        status, out, err = run(house, monkeypatch, capsys, *argv, "--max-new-tokens", "40", "--json")
+        assert status == 0, err
+        r = last_json(out)
+        assert out.count("\n") == 1 and r["text"] in err  # the stream goes to stderr
+        assert r["new_tokens"] == len(r["tokens"]) and r["finish_reason"] in ("stop", "length")
+        assert abs(r["tokens_per_round"] - r["new_tokens"] / r["rounds"]) < 1e-9
+        assert r["mean_accepted"] * r["rounds"] == pytest.approx(sum(r["accepted_by"].values()))
+        assert r["prompt_tokens"] == 5 and r["config"]["draft_len"] == {"plain": 0, "one": 25, "judge": 25}.get(name, 8)
+        assert {"prefill_s", "decode_s", "load_s", "compile_s", "draft_ms", "verify_ms", "other_ms", "bandwidth_gb_s",
+                "peak_memory_bytes", "tokens_per_s"} <= set(r)  # fmt: skip
+        texts[name] = r
+    assert {texts[n]["text"] for n in ("plain", "standard", "one", "topk", "padded")} == {texts["plain"]["text"]}
+    assert texts["judge"]["accepted_by"]["judge"] > 0 and texts["one"]["accepted_by"]["judge"] == 0
+
+
+def test_stop_texts_samples_and_colours(house, monkeypatch, capsys):
+    argv = (*JUDGED, "--max-new-tokens", "30", "--temperature", "1")
+    whole = last_json(run(house, monkeypatch, capsys, *argv, "--json")[1])["text"]
+    stop = whole[7:9]
+    cut = last_json(run(house, monkeypatch, capsys, *argv, "--stop", stop, "never", "--json")[1])
+    assert cut["text"] == whole[: whole.find(stop)] and cut["finish_reason"] == "stop"
+    status, out, err = run(house, monkeypatch, capsys, *argv, "--num-samples", "2", "--show")
+    assert status == 0 and err.count("tokens/s") == 2
+    assert generate.COLOURS["target"] in out and generate.COLOURS["rule"] in out
+
+
+def test_interactive_answers_until_end_of_file(house, monkeypatch, capsys):
+    lines = iter(["Hello", "", "x" * 600, "again"])
+
+    def read(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    status, out, err = run(house, monkeypatch, capsys, *PAIR[:4], *PAIR[6:], "--interactive", "--max-new-tokens", "5")
+    assert status == 0 and err.count("tokens/s") == 2 and "starting afresh" in err

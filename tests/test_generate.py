@@ -1,0 +1,303 @@
+"""The engine against a naive reference, its output's trimming, and that a round never asks the device for a value."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from conftest import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from errors import UserError
+from generate import Engine, Output, Sampling, bucket_for, draw, match_vocabulary, warp
+
+PROMPT = [5, 17, 99, 3, 64, 2, 2, 31]
+
+
+def naive_greedy(model, prompt, n):
+    """Plain greedy decoding that reads the whole text anew for every token."""
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def is_greedy(model, prompt, tokens):
+    """Whether ``tokens`` are the model's greedy choices after ``prompt``, checked by one whole pass."""
+    said = model(torch.tensor([prompt + tokens]))[0].argmax(-1)[len(prompt) - 1 : -1]
+    return said.tolist() == tokens
+
+
+def naive_judge(target, draft, head, delta, M, prompt, n):
+    """Judge decoding as DESIGN.md words it, one whole pass a token, greedy. Returns tokens and who accepted each."""
+    weight, bias = head
+    ids, who = list(prompt), []
+    while len(ids) - len(prompt) < n:
+        block = naive_greedy(draft, ids, M)
+        text = torch.tensor([ids + block])
+        hidden = target.hidden(text)[0]
+        logits = target(text)[0]
+        at = len(ids) - 1
+        for i, d in enumerate(block):
+            said = int(logits[at + i].argmax()) == d
+            judged = float(torch.sigmoid(target.norm(hidden[at + i + 1]) @ weight + bias)) > delta
+            if not (said or judged):
+                break
+            ids.append(d)
+            who.append("standard" if said else "rule")
+        ids.append(int(logits[len(ids) - 1].argmax()))
+        who.append("target")
+    return ids[len(prompt) :], who
+
+
+def decode(engine, prompt, n, seed=None):
+    """n tokens and who accepted each."""
+    engine.prefill(prompt, seed)
+    tokens, who = [], []
+    for now in engine.rounds(len(prompt)):
+        tokens += now.tokens
+        who += now.accepted_by
+        if len(tokens) >= n:
+            break
+    return tokens[:n], who[:n]
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
+def test_plain_standard_and_delta_one_are_one_text(name):
+    target, draft = tiny(name), tiny(name, seed=0, num_hidden_layers=2)
+    expected = decode(Engine(target, max_len=200), PROMPT, 140)[0]  # crosses a bucket's edge
+    assert is_greedy(target, PROMPT, expected)
+    target.fuse_judge(torch.randn(48) * 100, 0.0, "post_norm")
+    for M, verify in itertools.product((1, 2, 5, 16, 32), ("standard", "judge")):
+        engine = Engine(target, draft, draft_len=M, verify=verify, threshold=1.0, max_len=200)
+        assert decode(engine, PROMPT, 140)[0] == expected, (M, verify)
+
+
+@pytest.mark.parametrize("M", [1, 4, 9])
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:2], PROMPT[:1]])
+def test_judge_decoding_equals_the_naive_one(M, prompt):
+    target, draft = tiny(), tiny(seed=3, num_hidden_layers=1)
+    head = (torch.randn(48, generator=torch.Generator().manual_seed(5)), 0.3)
+    expected = naive_judge(target, draft, head, 0.5, M, prompt, 60)
+    target.fuse_judge(*head, "post_norm")
+    got = decode(Engine(target, draft, draft_len=M, verify="judge", threshold=0.5, max_len=80), prompt, 60)
+    assert (got[0], got[1]) == (expected[0][:60], expected[1][:60])
+    assert {"rule", "target"} <= set(got[1])
+
+
+def test_target_as_its_own_draft_accepts_everything_over_500_tokens():
+    target = tiny(max_position_embeddings=1024)
+    engine = Engine(target, tiny(max_position_embeddings=1024), draft_len=7, max_len=560)
+    engine.prefill(PROMPT)
+    lengths = [len(now.tokens) for now in itertools.islice(engine.rounds(len(PROMPT)), 64)]
+    assert lengths == [8] * 64
+
+
+def test_one_engine_decodes_one_text_after_another():
+    target, draft = tiny(), tiny(seed=1)
+    engine = Engine(target, draft, draft_len=3, max_len=120)
+    # the caches' common start is kept: longer, shorter, equal and different prompts after one another
+    for prompt in (PROMPT * 4, PROMPT[:3], PROMPT, PROMPT, [*PROMPT[:5], 1, 2, 3], PROMPT * 4, [9]):
+        assert is_greedy(target, prompt, decode(engine, prompt, 40)[0])
+
+
+def test_prefill_in_chunks_equals_one_pass():
+    target = tiny(max_position_embeddings=1024)
+    prompt = torch.randint(0, 131, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert is_greedy(target, prompt, decode(Engine(target, max_len=640), prompt, 10)[0])
+
+
+def test_compiled_blocks_give_the_same_text():
+    target, draft = tiny(), tiny(seed=1, num_hidden_layers=1)
+    assert is_greedy(target, PROMPT, decode(Engine(target, draft, draft_len=4, max_len=200, compile=True), PROMPT, 150)[0])
+
+
+@pytest.mark.parametrize("extra", [-5, 40])
+def test_padded_vocabularies_of_one_tokenizer_work(extra):
+    target, draft = tiny(), tiny(seed=2, vocab_size=131 + extra)
+    engine = Engine(target, draft, draft_len=4, max_len=100)
+    assert is_greedy(target, PROMPT, decode(engine, PROMPT, 60)[0])
+    assert match_vocabulary(torch.zeros(2, 131 + extra), 131).shape == (2, 131)
+
+
+@pytest.mark.parametrize("verify", ["standard", "judge", "topk", "typical", "kl"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_round_never_asks_the_device_for_a_value(verify, temperature):
+    with FakeTensorMode():  # .item(), .nonzero(), bool() and shapes that depend on data raise here
+        target, draft = tiny(), tiny(seed=1)
+        target.fuse_judge(torch.randn(48), 0.0, "post_norm")
+        sampling = Sampling(temperature, top_k=20, top_p=0.9)
+        engine = Engine(target, draft, draft_len=5, verify=verify, threshold=0.5, sampling=sampling, max_len=100)
+        with torch.inference_mode():
+            engine.round(128)
+
+
+def test_a_round_keeps_its_buffers():
+    engine = Engine(tiny(), tiny(seed=1), draft_len=3, sampling=Sampling(0.7), max_len=90)
+
+    def addresses():
+        buffers = {**vars(engine), **vars(engine.target_cache), **vars(engine.draft_cache)}
+        return {k: v.data_ptr() for k, v in buffers.items() if isinstance(v, torch.Tensor)}
+
+    engine.prefill(PROMPT)
+    before = addresses()
+    for _ in engine.rounds(len(PROMPT)):
+        assert addresses() == before
+
+
+def test_sampling_is_repeatable_and_follows_the_seed():
+    engine = Engine(tiny(), tiny(seed=1), draft_len=4, sampling=Sampling(1.0, seed=3), max_len=90)
+    first, again, other = (decode(engine, PROMPT, 60, seed)[0] for seed in (None, 3, 4))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("sampling", [
+    Sampling(0.1), Sampling(0.7), Sampling(1.5), Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.7),
+])  # fmt: skip
+def test_standard_sampling_keeps_the_targets_distribution(sampling):
+    assert chi_squared(sampling) > 0.01
+
+
+def test_a_planted_bias_is_caught(monkeypatch):
+    import generate
+
+    monkeypatch.setattr(generate, "next_distribution", lambda logits, q, n: logits.index_select(0, n.view(1))[0].softmax(-1))
+    assert chi_squared(Sampling(1.0)) < 0.001
+
+
+class Markov:
+    """A model whose next-token logits depend on the last token alone: rounds cheap enough for 20,000 draws."""
+
+    def __init__(self, V, seed):
+        self.table = torch.randn(V, V, generator=torch.Generator().manual_seed(seed))
+        model = tiny(vocab_size=V, num_hidden_layers=1, max_position_embeddings=1 << 16)
+        self.config, self.norm, self.embed = model.config, model.norm, model.embed
+
+    def step(self, tokens, positions, cache, bucket, compiled=True):
+        return self.table.index_select(0, tokens)
+
+    def logits(self, hidden):
+        return hidden, None
+
+
+def chi_squared(sampling, draws=20_000, V=6):
+    """p-value that a text drawn by standard speculative decoding makes each step as the target would after that token."""
+    target, draft = Markov(V, 0), Markov(V, 1)
+    engine = Engine(target, draft, draft_len=2, sampling=sampling, max_len=draws + 1)
+    text = [2, *decode(engine, [2], draws)[0]]
+    counts = torch.zeros(V, V)
+    counts.index_put_((torch.tensor(text[:-1]), torch.tensor(text[1:])), torch.ones(draws), accumulate=True)
+    p = warp(target.table, sampling).softmax(-1)
+    assert counts[p == 0].sum() == 0
+    statistic, degrees = 0.0, 0
+    for seen, wanted in zip(counts, p * counts.sum(-1, keepdim=True)):
+        big = wanted >= 5  # chi-squared wants at least 5 in a cell: the rest go into one
+        seen, wanted = torch.cat((seen[big], seen[~big].sum()[None])), torch.cat((wanted[big], wanted[~big].sum()[None]))
+        statistic += float(((seen - wanted).square() / wanted)[wanted >= 1].sum())
+        degrees += max(0, int((wanted >= 1).sum()) - 1)
+    if degrees == 0:
+        return 1.0
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2), torch.tensor(statistic / 2)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**31), st.floats(0.05, 5), st.integers(0, 12), st.floats(0.01, 1))
+def test_warp_keeps_what_it_says(seed, temperature, top_k, top_p):
+    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(seed)) * 3
+    got = warp(logits, Sampling(temperature, top_k, top_p)).softmax(-1)
+    for row, out in zip(logits, got):
+        order = row.argsort(descending=True)[: top_k or None].tolist()
+        p = (row[order] / temperature).softmax(-1)
+        kept, total = [], 0.0
+        for token, share in zip(order, p.tolist()):
+            if kept and total >= top_p + 1e-6:
+                break
+            kept.append(token)
+            total += share
+        chosen = out.nonzero()[:, 0].tolist()
+        assert set(chosen) <= set(kept) and len(chosen) >= len(kept) - 1 and order[0] in chosen
+        torch.testing.assert_close(out[chosen], (row[chosen] / temperature).softmax(-1))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sampled_from([0.0, 1e-30, 0.1, 1.0, 3e7]), min_size=1, max_size=20), st.floats(0, 1, exclude_max=True, width=32))
+def test_draw_never_takes_a_token_of_weight_zero(weights, u):
+    weights = torch.tensor(weights)
+    if weights.sum() == 0:
+        return
+    for uniform in (u, 0.0, 1 - 2**-24):
+        token = int(draw(weights, torch.tensor([uniform])))
+        assert weights[token] > 0
+
+
+class Letters:
+    """A tokenizer of two letters a token: id 0 ends the text, id 26 a + b is two letters."""
+
+    eos_ids = frozenset({0})
+
+    @staticmethod
+    def decode(ids):
+        return "".join(chr(97 + i // 26 % 26) + chr(97 + i % 26) for i in ids)
+
+    def stream(self):
+        return self
+
+    def push(self, ids):
+        return self.decode(ids)
+
+    def flush(self):
+        return ""
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 80), min_size=1, max_size=40), st.lists(st.integers(1, 9), min_size=40, max_size=40),
+    st.lists(st.text("abcd", min_size=1, max_size=4), max_size=3), st.integers(1, 30),
+)  # fmt: skip
+def test_output_trims_text_ids_counters_and_stream_alike(ids, sizes, stops, cap):
+    streamed = []
+    output = Output(Letters(), cap, stops, lambda piece, who: streamed.append((piece, who)))
+    at, ended = 0, False
+    for size in sizes:
+        chunk = ids[at : at + size]
+        at += size
+        ended = output.add(chunk, [str(i) for i in chunk])
+        assert ended or "".join(p for p, _ in streamed) == output.text[: output.streamed]
+        if ended or at >= len(ids):
+            break
+    expected = ids[: ids.index(0)] if 0 in ids else ids
+    reason = "stop" if 0 in ids and len(expected) < cap else "length"
+    expected = expected[:cap]
+    text = Letters.decode(expected)
+    found = [text.find(s) for s in stops if s in text]
+    if found:
+        text, reason = text[: min(found)], "stop"
+        expected = expected[: (len(text) + 1) // 2]
+    if not ended:
+        assert not found and len(expected) < cap
+        return
+    assert (output.text, output.tokens, output.finish_reason) == (text, expected, reason)
+    assert output.accepted_by == [str(i) for i in expected]
+    assert "".join(piece for piece, _ in streamed) == text
+    assert all(Letters.decode([int(who)]).find(piece) >= 0 for piece, who in streamed)
+
+
+@pytest.mark.parametrize("length, bucket", [(1, 128), (128, 128), (129, 256), (257, 512), (1000, 1024)])
+def test_buckets(length, bucket):
+    assert bucket_for(length) == bucket
+
+
+def test_engine_refuses_what_does_not_fit():
+    target, draft = tiny(), tiny(max_position_embeddings=100)
+    with pytest.raises(UserError, match="draft's context of 100"):
+        Engine(target, draft, max_len=120)
+    with pytest.raises(UserError, match="--draft-len is 0"):
+        Engine(target, draft, draft_len=0, max_len=50)
+    engine = Engine(target, max_len=20)
+    with pytest.raises(UserError, match="empty"):
+        engine.prefill([])
+    with pytest.raises(UserError, match="21 tokens; there is room for 20"):
+        engine.prefill([1] * 21)

@@ -1,0 +1,201 @@
+"""The acceptance rules as properties, the head's file, its labels and its training."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import judge
+from errors import UserError
+from judge import IGNORE, RIGHT, WRONG, Block, Head
+
+
+@st.composite
+def blocks(draw, V=7):
+    """A random block of up to 6 drafted tokens, with ties, excluded tokens (-inf) and extreme judge logits among them."""
+    M = draw(st.integers(1, 6))
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-3, 4, (M + 1, V), generator=generator).float()
+    draft_logits = torch.randint(-3, 4, (M, V), generator=generator).float()
+    if draw(st.booleans()):
+        logits[torch.rand(logits.shape, generator=generator) < 0.3] = -math.inf
+        logits[:, 0] = 0.0
+        draft_logits[torch.rand(draft_logits.shape, generator=generator) < 0.3] = -math.inf
+        draft_logits[:, 1] = 0.0
+    drafted = torch.multinomial(draft_logits.softmax(-1), 1, generator=generator)[:, 0]
+    z = torch.randn(M, generator=generator) * draw(st.sampled_from([0.1, 3.0, 1000.0]))
+    uniform = torch.rand(M, generator=generator) if draw(st.booleans()) else None
+    return Block(drafted, logits[:M], draft_logits, z), logits, uniform
+
+
+def naive_run(block, accepted):
+    """The leading run of accepted tokens, one at a time."""
+    n = 0
+    while n < len(block.drafted) and accepted[n]:
+        n += 1
+    return n
+
+
+@settings(deadline=None, max_examples=100)
+@given(blocks(), st.sampled_from(["standard", *judge.RULES]), st.floats(0, 1))
+def test_verdict_is_the_leading_run_of_either_test(case, verify, threshold):
+    block, _, uniform = case
+    if verify == "topk":
+        threshold = max(1, round(threshold * 7))
+    v = judge.verdict(block, verify, threshold, uniform)
+    assert int(v.n) == naive_run(block, (v.standard | v.rule).tolist())
+    assert v.n.dim() == 0 and v.n.dtype == torch.int64
+    p, q = block.logits.softmax(-1), block.draft_logits.softmax(-1)
+    for i, d in enumerate(block.drafted.tolist()):
+        if uniform is None:
+            assert bool(v.standard[i]) == (int(block.logits[i].argmax()) == d)
+        else:
+            assert bool(v.standard[i]) == (float(uniform[i] * q[i, d]) < float(p[i, d]))
+        if p[i, d] == 0:
+            assert not v.standard[i]
+            assert verify == "judge" or not v.rule[i]
+        if verify == "judge":
+            assert bool(v.rule[i]) == (float(block.judge[i].sigmoid()) > threshold)
+        elif verify == "topk":
+            assert bool(v.rule[i]) == (p[i, d] > 0 and int((block.logits[i] > block.logits[i, d]).sum()) < threshold)
+        elif verify == "typical":
+            entropy = -sum(float(x) * math.log(float(x)) for x in p[i] if x > 0)
+            limit = min(threshold, math.sqrt(threshold) * math.exp(-entropy))
+            assert bool(v.rule[i]) == (float(p[i, d]) > limit) or abs(float(p[i, d]) - limit) < 1e-6
+        elif verify == "kl":
+            kl = sum(float(a) * math.log(float(a) / float(b)) if b > 0 else math.inf for a, b in zip(p[i], q[i]) if a > 0)
+            close = p[i, d] > 0 and (p[i].max() <= 0.9 or int(p[i].argmax()) == d)
+            assert bool(v.rule[i]) == (kl < threshold and bool(close)) or abs(kl - threshold) < 1e-5
+
+
+@settings(deadline=None, max_examples=60)
+@given(blocks())
+def test_delta_one_is_the_standard_test_and_delta_is_monotone(case):
+    block, _, uniform = case
+    standard = judge.verdict(block, "standard", 0.0, uniform)
+    assert torch.equal(judge.verdict(block, "judge", 1.0, uniform).n, standard.n)
+    lengths = [int(judge.verdict(block, "judge", d, uniform).n) for d in (0.0, 0.3, 0.5, 0.9, 1.0)]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(blocks())
+def test_next_distribution_is_the_residual(case):
+    block, logits, _ = case
+    M = len(block.drafted)
+    p, q = logits.softmax(-1), block.draft_logits.softmax(-1)
+    for n in range(M + 1):
+        got = judge.next_distribution(logits, block.draft_logits, torch.tensor(n))
+        rest = (p[n] - q[n]).clamp(min=0) if n < M else p[n]
+        expected = rest if rest.sum() > 0 else p[n]
+        torch.testing.assert_close(got, expected)
+        assert (got[p[n] == 0] == 0).all() and got.sum() > 0
+
+
+def test_residual_of_equal_distributions_is_the_target():
+    logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
+    got = judge.next_distribution(logits, logits[:1], torch.tensor(0))
+    torch.testing.assert_close(got, logits[0].softmax(-1))
+
+
+@pytest.mark.parametrize("verify, bad, words", [
+    ("judge", 1.5, r"δ, in \[0, 1\]"), ("judge", -0.1, "δ"), ("judge", math.nan, "δ"), ("topk", 0, "at least 1"),
+    ("topk", 2.5, "whole number"), ("typical", 2, "ε"), ("kl", -1, "at least 0"),
+])  # fmt: skip
+def test_thresholds_out_of_range_are_refused(verify, bad, words):
+    with pytest.raises(UserError, match=words):
+        judge.check_threshold(verify, bad)
+    judge.check_threshold(verify, judge.RULES[verify].default)
+
+
+def head(**changes):
+    return Head(**{"weight": torch.arange(4.0), "bias": 0.5, "kind": "pre_norm", "model": "m", "fingerprint": "ab", **changes})
+
+
+def test_head_survives_its_file_and_refuses_other_models(tmp_path):
+    saved = head(threshold=0.7, label_rule="rest")
+    saved.save(tmp_path / "h.pt")
+    loaded = judge.load_head(tmp_path / "h.pt")
+    assert torch.equal(loaded.weight, saved.weight)
+    assert (loaded.bias, loaded.kind, loaded.threshold, loaded.label_rule) == (0.5, "pre_norm", 0.7, "rest")
+    loaded.check("ab", 4, "m")
+    with pytest.raises(UserError, match="4 weights.*needs 8"):
+        loaded.check("ab", 8, "n")
+    with pytest.raises(UserError, match=r"trained for m \(ab\), not for n \(cd\)"):
+        loaded.check("cd", 4, "n")
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"not a head", {"weight": 1}, "pickle",
+    {"kind": "sideways"}, {"weight": torch.tensor([math.nan])}, {"bias": math.inf}, {"threshold": 3.0}, {"extra": 1},
+])  # fmt: skip
+def test_files_that_are_no_head_are_refused(tmp_path, content):
+    path = tmp_path / "h.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "pickle":
+        torch.save({"format": "judge-head-1", "weight": judge.Rule}, path)  # a class: weights_only refuses it
+    elif "weight" in content and content["weight"] == 1:
+        torch.save(content, path)
+    else:
+        head().save(path)
+        torch.save({**torch.load(path), **content}, path)
+    with pytest.raises(UserError, match="h.pt"):
+        judge.load_head(path)
+    with pytest.raises(UserError, match="no judge head"):
+        judge.load_head(tmp_path / "absent.pt")
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.data())
+def test_span_labels_cover_the_mistake_whatever_the_boundaries(lengths, data):
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    pieces = list(zip([0, *ends], ends))
+    total = ends[-1]
+    start = data.draw(st.integers(0, max(0, total - 1)))
+    stop = data.draw(st.integers(start + 1, max(start + 1, total)))
+    for rule, after in (("span", IGNORE), ("rest", WRONG)):
+        labels = judge.span_labels(pieces, (start, stop), rule)
+        for (a, b), label in zip(pieces, labels):
+            if any(start <= c < stop for c in range(a, b)):
+                assert label == WRONG
+            elif b <= start and a < start:
+                assert label == RIGHT
+            elif a >= stop:
+                assert label == after
+    assert judge.span_labels(pieces, None, "span") == [RIGHT] * len(pieces)
+
+
+@pytest.mark.parametrize("kind", judge.KINDS)
+def test_training_finds_a_direction_and_folds_the_scale_back(kind):
+    model = tiny(scale=0.05)  # small weights: the last state still shows the token read
+    generator = torch.Generator().manual_seed(0)
+    examples = []
+    for q in range(80):  # token 7 is the mistake
+        answer = torch.randint(8, 131, (12,), generator=generator).tolist()
+        labels = [RIGHT] * 12
+        if q % 2:
+            answer[6], labels[6:] = 7, [WRONG] + [IGNORE] * 5
+        examples.append(judge.Example(q, [1, 2, 3], answer, labels))
+    states, labels, questions = judge.features(model, examples, kind)
+    assert len(states) == 40 * 12 + 40 * 7 and int((labels == WRONG).sum()) == 40
+    result = judge.train_head(states, labels, questions, lr=1e-2, batch=64, max_epochs=12)
+    again = judge.train_head(states, labels, questions, lr=1e-2, batch=64, max_epochs=12)
+    assert torch.equal(result.weight, again.weight)  # deterministic
+    score = states @ result.weight + result.bias
+    assert (score[labels == WRONG] < 0).float().mean() > 0.9
+    assert (score[labels == RIGHT] > 0).float().mean() > 0.9
+    assert result.auc > 0.9
+    with pytest.raises(UserError, match="0 wrong"):
+        judge.train_head(states, torch.ones_like(labels), questions)
+
+
+def test_auc_by_hand():
+    assert judge._auc(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.5])) == 0.75
+    assert judge._auc(torch.tensor([1.0]), torch.tensor([1.0])) == 0.5
