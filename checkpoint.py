@@ -241,6 +241,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
     """Write a safetensors file under a temporary name, then rename it."""
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial, metadata={"format": "pt", "layout": LAYOUT, "quantization": "none", **metadata})
+    partial.chmod(0o644)  # the library makes it readable by its owner alone
     os.replace(partial, path)
 
 

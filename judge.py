@@ -257,7 +257,8 @@ def read_tuples(path: Path) -> list[Tuple]:
 def token_spans(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[tuple[int, int]]:
     """The characters [start, end) of ``text`` that each of its ids completes."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    ends = list(accumulate(len(decoder.decode(tokenizer.token_bytes(i) or b"")) for i in ids))
+    written = (b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) or b"" for i in ids)
+    ends = list(accumulate(len(decoder.decode(data)) for data in written))
     extra = (ends[-1] if ends else 0) - len(text)  # a space that SentencePiece puts in front
     ends = [max(0, end - extra) for end in ends]
     return list(zip([0, *ends], ends))

@@ -205,12 +205,14 @@ class RMSNorm(nn.Module):
 class Cache:
     """Static keys and values of one model, and the RoPE table they were written with.
 
-    ``k`` and ``v`` are [n_layers, K, length, C]; nothing is ever reallocated. Positions past the committed text may hold
-    rejected tokens: they are hidden by the mask and overwritten when the text reaches them.
+    ``k`` and ``v`` are [n_layers, K, length + SPARE, C]; nothing is ever reallocated. Positions past the committed text may
+    hold rejected tokens: they are hidden by the mask and overwritten when the text reaches them.
     """
 
+    SPARE = 8  # positions never used: with them even the largest bucket is a slice like the others, so none is compiled apart
+
     def __init__(self, config: Config, length: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        shape = (config.n_layers, config.n_kv_heads, length, config.head_dim)
+        shape = (config.n_layers, config.n_kv_heads, length + self.SPARE, config.head_dim)
         self.length = length
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
