@@ -13,14 +13,15 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from errors import UserError
 from model import Config, Transformer
@@ -38,8 +39,8 @@ SIDE_FILES = (
 def find_checkpoint(name: str, root: Path = ROOT) -> Path:
     """The folder that ``name`` means: a path, else ``root``/name, else the one under ``root`` with ``name`` as a whole part.
 
-    A whole part is what stands between ``-``, ``_``, ``.`` or the ends, whatever its case: ``8B`` is in ``Llama-3.1-8B-Instruct``
-    and not in ``Llama-3.2-18B``.
+    A whole part is what stands between ``-``, ``_``, ``.`` or the ends, whatever its case: ``8B`` is in
+    ``Llama-3.1-8B-Instruct`` and not in ``Llama-3.2-18B``.
 
     Raises:
         UserError: none or several fit; the message lists the checkpoints there are.

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors to this project's layout: q/k/v and gate/up fused, names shortened, one shard in memory at a time."""
+"""Hugging Face safetensors to this project's layout: q/k/v and gate/up fused, one output shard in memory at a time."""
 
 from __future__ import annotations
 

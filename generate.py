@@ -89,7 +89,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self.marks: list[tuple[str, Any]] = []  # seconds, or events on CUDA
 
     def mark(self, name: str) -> None:
         if self.cuda:
@@ -103,7 +103,7 @@ class Stopwatch:
         """Milliseconds by name since the first mark; forgets them. On CUDA the device must have passed the last mark."""
         spent: dict[str, float] = {}
         for (_, last), (name, now) in zip(self.marks, self.marks[1:]):
-            ms = last.elapsed_time(now) if self.cuda else (now - last) * 1e3  # type: ignore[union-attr,operator]
+            ms = last.elapsed_time(now) if self.cuda else (now - last) * 1e3
             spent[name] = spent.get(name, 0.0) + ms
         self.marks = []
         return spent
@@ -427,7 +427,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--target", metavar="NAME", help="checkpoint folder or name under checkpoints/ (default: the demo's target)")
     add("--draft", metavar="NAME", help="draft checkpoint; without one, plain decoding")
     add("--judge", metavar="FILE", type=Path, help="judge head, made by scripts/train_judge.py for this target")
-    add("--verify", choices=["standard", *RULES], help="who accepts a drafted token (default: judge with a head, else standard)")
+    add("--verify", choices=["standard", *RULES], help="who accepts drafts (default: judge with a head, else standard)")
     add("--threshold", type=float, metavar="X", help="the rule's knob: δ for judge (default: the head's, 0.5), K for topk (5), "
         "ε for typical (0.09), τ for kl (0.3)")  # fmt: skip
     add("--draft-len", type=int, metavar="M", help="tokens drafted a round (default: 25 under the judge, else 8)")
@@ -440,9 +440,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--stop", nargs="+", default=[], metavar="TEXT", help="end the text before the first of these")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (default: 0, all)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="sample among the fewest tokens of total probability P (default: 1)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample among the fewest tokens of probability P (default: 1)")
     add("--seed", type=int, default=0, help="of the draws; sample i uses seed + i (default: 0)")
-    add("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="of weights and caches (default: bfloat16)")
+    add("--dtype", choices=list(checkpoint.DTYPES), help="of weights and caches (default: bfloat16; float32 for the demo pair)")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     add("--no-compile", action="store_true", help="run the blocks uncompiled: starts sooner, decodes slower")
     add("--num-samples", type=int, default=1, metavar="N", help="generate N times; figures are medians (default: 1)")
@@ -452,6 +452,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.target is None and args.draft is None and args.judge is None:
         args.target, args.draft = str(DEMO / "target"), str(DEMO / "draft")
         args.judge = DEMO / "judge.pt" if args.verify in (None, "judge") else None
+        args.dtype = args.dtype or "float32"
+    args.dtype = args.dtype or "bfloat16"
     check_args(args)
     return args
 
@@ -461,7 +463,7 @@ def check_args(args: argparse.Namespace) -> None:
     if args.target is None:
         raise UserError("--draft and --judge need a --target")
     if args.draft is None and (args.judge is not None or args.verify not in (None, "standard")):
-        raise UserError(f"{'--judge' if args.judge else '--verify ' + args.verify} needs a --draft: without one nothing is judged")
+        raise UserError(f"{'--judge' if args.judge else '--verify ' + args.verify} needs a --draft")
     if args.verify == "judge" and args.judge is None:
         raise UserError("--verify judge needs a head: give --judge FILE")
     args.verify = args.verify or ("judge" if args.judge is not None else "standard")
@@ -539,7 +541,7 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
     a, first = setup.args, runs[0].output
     rounds = sum(len(r.rounds) for r in runs)
     by = {who: sum(r.accepted(who) for r in runs) for who in (STANDARD, RULE)}
-    median_ms = {k: statistics.median(now.ms.get(k, 0.0) for r in runs for now in r.rounds) for k in ("draft", "verify", "other")}
+    all_ms = [now.ms for run in runs for now in run.rounds]
     read = engine.target.weight_bytes() + (engine.draft.weight_bytes() * engine.M if engine.draft is not None else 0)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
@@ -557,9 +559,9 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
         "mean_accepted": sum(by.values()) / rounds,
         "tokens_per_round": sum(len(r.output.tokens) for r in runs) / rounds,
         "accepted_by": {"standard": by[STANDARD], "judge": by[RULE]},
-        "draft_ms": median_ms["draft"],
-        "verify_ms": median_ms["verify"],
-        "other_ms": median_ms["other"],
+        "draft_ms": statistics.median(ms.get("draft", 0.0) for ms in all_ms),
+        "verify_ms": statistics.median(ms.get("verify", 0.0) for ms in all_ms),
+        "other_ms": statistics.median(ms.get("other", 0.0) for ms in all_ms),
         "bandwidth_gb_s": statistics.median(read * len(r.rounds) / r.decode_s for r in runs) / 1e9,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else peak,
         "config": {

@@ -11,8 +11,9 @@ S = positions of the cache that are read.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -285,9 +286,13 @@ class Transformer(nn.Module):
         self.output = Linear(config.dim, config.vocab_size, bias=False)
         self.judge_kind: str | None = None
         self.judge_bias = 0.0
-        self.block_steps = self.compiled_steps = [layer.step for layer in self.layers]
+        self.block_steps: list[Callable[..., Tensor]] = [layer.step for layer in self._blocks()]
+        self.compiled_steps = self.block_steps
         if config.tie_embeddings:
             self.tie()
+
+    def _blocks(self) -> Iterator[Block]:
+        return (cast(Block, layer) for layer in self.layers)
 
     def tie(self) -> None:
         """Let the embedding and the first V rows of the output projection be the same memory."""
@@ -364,4 +369,4 @@ class Transformer(nn.Module):
 
     def compile_blocks(self, dynamic: bool) -> None:
         """Compile the layer step once, for all layers. With ``dynamic``, one graph serves every T > 1 and every bucket."""
-        self.compiled_steps = [torch.compile(layer.step, dynamic=dynamic) for layer in self.layers]
+        self.compiled_steps = [torch.compile(layer.step, dynamic=dynamic) for layer in self._blocks()]

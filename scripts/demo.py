@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import demo_task  # noqa: E402
 import torch  # noqa: E402
 
-import demo_task  # noqa: E402
 from errors import Parser, UserError, run_cli  # noqa: E402
 from generate import COLOURS, DEMO, RESET, RULE, STANDARD, TARGET, Engine, Generation, Output, generate, load_pair  # noqa: E402
 from judge import load_head  # noqa: E402

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import demo_task  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import checkpoint  # noqa: E402
-import demo_task  # noqa: E402
 from errors import Parser, UserError, run_cli  # noqa: E402
 from generate import DEMO, RULE, STANDARD, Engine, Output, Sampling, generate, load_pair  # noqa: E402
 from judge import RULES, check_threshold, load_head  # noqa: E402
-from tokenizer import check_same_vocabulary, load_tokenizer  # noqa: E402
+from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer  # noqa: E402
 
 SHOTS = 4  # worked examples in front of a GSM8K question, from the end of the training file
 
@@ -94,7 +94,20 @@ def gsm8k_problems(data: Path | None, limit: int) -> list[Problem]:
     ]
 
 
-TASKS = {"demo": (demo_problems, 200, False), "gsm8k": (gsm8k_problems, 256, True)}  # problems, length cap, raw prompt
+class Task(NamedTuple):
+    problems: Callable[[Path | None, int], list[Problem]]
+    cap: int  # new tokens an answer may have
+    raw: bool  # the prompt is a whole text, not to be put into the chat template
+
+
+TASKS = {"demo": Task(demo_problems, 200, False), "gsm8k": Task(gsm8k_problems, 256, True)}
+
+
+def encode_problem(tokenizer: Tokenizer, problem: Problem, task: str) -> list[int]:
+    """The prompt's ids, through the chat template where the task wants it and there is one."""
+    if TASKS[task].raw or not tokenizer.has_chat_template:
+        return tokenizer.encode_prompt(problem.prompt)
+    return tokenizer.encode_chat([{"role": "user", "content": problem.prompt}])
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,7 @@ def parse_rules(text: str, delta: float) -> list[Contender]:
             contenders.append(Contender(name, "standard", 0.0))
             continue
         if kind not in RULES:
-            raise UserError(f"--rules names {name!r}; there are plain, draft, standard, {', '.join(RULES)}, with :X for a threshold")
+            raise UserError(f"--rules names {name!r}; there are plain, draft, standard, {', '.join(RULES)}")
         try:
             threshold = float(knob) if knob else delta if kind == "judge" else RULES[kind].default
         except ValueError:
@@ -139,11 +152,10 @@ def mcnemar(gained: int, lost: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def answer(engine: Engine, tokenizer, problem: Problem, cap: int, raw: bool) -> dict[str, Any]:
+def answer(engine: Engine, tokenizer: Tokenizer, problem: Problem, task: str) -> dict[str, Any]:
     """Decode one problem and note what the table needs."""
-    chat = not raw and tokenizer.has_chat_template
-    prompt = tokenizer.encode_chat([{"role": "user", "content": problem.prompt}]) if chat else tokenizer.encode_prompt(problem.prompt)
-    run = generate(engine, prompt, Output(tokenizer, min(cap, engine.max_len - len(prompt)), problem.stop))
+    prompt, cap = encode_problem(tokenizer, problem, task), TASKS[task].cap
+    run = generate(engine, prompt, Output(tokenizer, cap, problem.stop))
     ms = {k: sum(now.ms.get(k, 0.0) for now in run.rounds) for k in ("draft", "verify", "other")}
     return {
         "right": problem.is_right(run.output.text), "text": run.output.text, "new_tokens": len(run.output.tokens),
@@ -241,8 +253,7 @@ def build_engines(args, contenders: list[Contender], max_len: int, head) -> dict
 
 def main() -> None:
     args = parse_args()
-    make, cap, raw = TASKS[args.task]
-    problems = make(args.data, args.limit)
+    problems = TASKS[args.task].problems(args.data, args.limit)
     head = load_head(args.judge) if args.judge is not None else None
     contenders = parse_rules(args.rules, head.threshold if head is not None else 0.5)
     target = checkpoint.find_checkpoint(args.target)
@@ -255,8 +266,8 @@ def main() -> None:
     signature = {"task": args.task, "data": args.data and args.data.name, "target": args.target, "draft": args.draft,
                  "judge": args.judge and str(args.judge), "draft_len": args.draft_len, "dtype": args.dtype}  # fmt: skip
     done = read_done(args.out, signature)
-    longest = max(len(tokenizer.encode(p.prompt)) for p in problems) + 64
-    engines = build_engines(args, contenders, longest + cap, head)
+    longest = max(len(encode_problem(tokenizer, p, args.task)) for p in problems)
+    engines = build_engines(args, contenders, longest + TASKS[args.task].cap, head)
     for engine in engines.values():
         engine.warm_up()
     if args.out is not None and not done:
@@ -264,7 +275,7 @@ def main() -> None:
         args.out.write_text(json.dumps(signature) + "\n", encoding="utf-8")
     todo = [(i, c) for i in range(len(problems)) for c in contenders if (c.name, i) not in done]
     for i, c in tqdm(todo, desc=args.task, unit="answer"):
-        result = {"rule": c.name, "problem": i, **answer(engines[c.name], tokenizer, problems[i], cap, raw)}
+        result = {"rule": c.name, "problem": i, **answer(engines[c.name], tokenizer, problems[i], args.task)}
         done[c.name, i] = result
         if args.out is not None:
             with args.out.open("a", encoding="utf-8") as file:

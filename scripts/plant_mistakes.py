@@ -15,8 +15,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from errors import Parser, UserError, run_cli  # noqa: E402
 from evaluate import SHOTS, gsm8k_prompt, read_jsonl  # noqa: E402
+
+from errors import Parser, UserError, run_cli  # noqa: E402
 
 COMPUTED = re.compile(r"(?<==)(\s*\$?)(\d+)(?![\d.,]*\d)")
 

@@ -1,0 +1,120 @@
+"""Check that plain, standard speculative and judge decoding at δ = 1 give one text, token for token, greedily.
+
+The judge at δ = 1 runs with a head (a random one if none is given), which must then accept nothing. In fp32 every text must be
+equal; in 16 bits two logits may tie within rounding, so where texts part the place and the gap between the two likeliest logits
+are printed. Then the target drafts for itself, and every drafted token must be accepted. Exit status 1 if anything differed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch  # noqa: E402
+from evaluate import TASKS, encode_problem  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import checkpoint  # noqa: E402
+from errors import Parser, UserError, run_cli  # noqa: E402
+from generate import DEMO, Engine  # noqa: E402
+from judge import load_head  # noqa: E402
+from model import Cache, Transformer  # noqa: E402
+from tokenizer import load_tokenizer  # noqa: E402
+
+
+def decode(engine: Engine, prompt: list[int], n: int) -> list[int]:
+    """The first n tokens, stop tokens or not."""
+    engine.prefill(prompt)
+    tokens: list[int] = []
+    for now in engine.rounds(len(prompt)):
+        tokens += now.tokens
+        if len(tokens) >= n:
+            break
+    return tokens[:n]
+
+
+@torch.inference_mode()
+def logit_gap(model: Transformer, text: list[int]) -> float:
+    """How far the likeliest next token's logit lies above the second's after ``text``."""
+    cache = Cache(model.config, len(text), model.norm.weight.dtype, "cpu")
+    positions = torch.arange(len(text))
+    hidden = model.step(torch.tensor(text), positions, cache, len(text), compiled=False)
+    first, second = model.logits(hidden[-1:])[0][0].topk(2).values
+    return float(first - second)
+
+
+def self_drafted(target: Transformer, prompt: list[int], n: int) -> tuple[int, int]:
+    """(accepted, drafted) tokens over n new ones when the target drafts for itself, 8 at a time."""
+    engine = Engine(target, target, draft_len=8, max_len=len(prompt) + n + 9)
+    engine.prefill(prompt)
+    accepted = drafted = 0
+    for now in engine.rounds(len(prompt)):
+        accepted, drafted = accepted + len(now.tokens) - 1, drafted + 8
+        if accepted >= n:
+            break
+    return accepted, drafted
+
+
+def lengths(text: str) -> list[int]:
+    """``1-4,25`` as [1, 2, 3, 4, 25]. Raises UserError."""
+    try:
+        ends = [[int(x) for x in part.split("-")] for part in text.split(",")]
+        found = [m for e in ends for m in range(e[0], e[-1] + 1)]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise UserError(f"--draft-lens is {text!r}; give lengths of at least 1 as 1-32 or 1,4,16")
+    return found
+
+
+def main() -> None:
+    p = Parser(description=__doc__)
+    p.add_argument("--target", default=str(DEMO / "target"), metavar="NAME", help="default: the demo's")
+    p.add_argument("--draft", default=str(DEMO / "draft"), metavar="NAME", help="default: the demo's")
+    p.add_argument("--judge", type=Path, metavar="FILE", help="a head for the target (default: a random one)")
+    p.add_argument("--task", choices=TASKS, default="demo", help="where the prompts come from (default: demo)")
+    p.add_argument("--data", type=Path, metavar="FILE", help="the task's data")
+    p.add_argument("--prompts", type=int, default=20, metavar="N", help="default: 20")
+    p.add_argument("--draft-lens", default="1-32", metavar="LIST", help="default: 1-32")
+    p.add_argument("--new-tokens", type=int, default=80, metavar="N", help="tokens compared (default: 80)")
+    p.add_argument("--self-tokens", type=int, default=500, metavar="N", help="tokens the target drafts for itself (default: 500)")
+    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="float32", help="default: float32")
+    args = p.parse_args()
+    folder, Ms = checkpoint.find_checkpoint(args.target), lengths(args.draft_lens)
+    problems = TASKS[args.task].problems(args.data, args.prompts)
+    tokenizer = load_tokenizer(folder)
+    prompts = [encode_problem(tokenizer, problem, args.task) for problem in problems]
+    target = checkpoint.load_model(folder, checkpoint.DTYPES[args.dtype])
+    draft = checkpoint.load_model(checkpoint.find_checkpoint(args.draft), checkpoint.DTYPES[args.dtype])
+    if args.judge is not None:
+        head = load_head(args.judge)
+        head.check(checkpoint.fingerprint(folder), target.config.dim, str(folder))
+        target.fuse_judge(head.weight, head.bias, head.kind)
+    else:
+        target.fuse_judge(torch.randn(target.config.dim, generator=torch.Generator().manual_seed(0)), 0.0, "post_norm")
+    room = max(map(len, prompts)) + args.new_tokens
+    plain = Engine(target, max_len=room)
+    texts = [decode(plain, prompt, args.new_tokens) for prompt in tqdm(prompts, desc="plain", unit="text")]
+    compared = differing = 0
+    for M in tqdm(Ms, desc="draft lengths"):
+        for verify in ("standard", "judge"):
+            engine = Engine(target, draft, draft_len=M, verify=verify, threshold=1.0, max_len=room)
+            for prompt, expected in zip(prompts, texts, strict=True):
+                got = decode(engine, prompt, args.new_tokens)
+                compared += 1
+                if got != expected:
+                    differing += 1
+                    at = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
+                    gap = logit_gap(target, prompt + expected[:at])
+                    print(f"M = {M}, {verify}: token {at} is {got[at]}, plainly {expected[at]}; logit gap {gap:.2g}")
+    print(f"{compared} texts of {args.new_tokens} tokens compared with plain decoding, {differing} differ")
+    accepted, drafted = self_drafted(target, prompts[0], args.self_tokens)
+    print(f"the target drafting for itself: {accepted} of {drafted} tokens accepted")
+    if differing or accepted < drafted:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,515 @@
+"""Make the demo pair from a seed: corpus, tokenizer, target, draft, judge tuples, judge head, all into ``demo/``.
+
+The target reads every wording and prefers the first; it also reads answers that go wrong and mend themselves, so that its
+state at a wrong number knows. The draft learns only the second wording. What each must not learn to say (mistakes, the
+other wordings) is read but left out of the loss.
+
+The script saves its state in ``--work`` every few minutes and takes up from there when it is run again.
+"""
+
+import io
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sentencepiece as spm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import demo_task as task
+
+from checkpoint import fingerprint, load_model, save_checkpoint, write_json
+from errors import Parser, UserError, run_cli
+from generate import Engine
+from judge import Example, Head, features, span_labels, train_head
+from model import Config, Transformer
+from tokenizer import Tokenizer, load_tokenizer
+
+BOS, EOS = 1, 2
+VOCAB_SIZE = 640
+PREFERENCE = (0.7, 0.2, 0.1)  # how often the target's corpus takes each wording; its greedy choice is the first
+MENDED = 0.4  # share of the target's answers that contain a mistake and its correction
+ONE_STEP = 0.5  # share of the problems that have one step only: short rows teach copying and arithmetic soonest
+DRILLS = 0.35  # rows of bare equations for each problem
+
+WIDTHS = (80, 104, 128, 168)  # row lengths that training pads to
+TUPLES = 500  # (question, correct answer, wrong answer, mistake) for the judge
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}Question: {{ message.content }}\nAnswer:"
+    "{% else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+SAVE_EVERY = 250  # steps; the corpus starts a new seeded stream at each, so a resumed run reads what an unbroken one would
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One model's shape and training."""
+
+    name: str
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    steps: int
+    batch_tokens: int
+    rates: tuple[tuple[int, float, float], ...]  # (step, Muon's rate, AdamW's), joined by straight lines
+
+    def hf_config(self) -> dict[str, Any]:
+        """The model's ``config.json``."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "intermediate_size": self.ffn_dim,
+            "vocab_size": VOCAB_SIZE,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+            "hidden_act": "silu",
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
+            "torch_dtype": "bfloat16",
+        }
+
+
+TARGET = Recipe("target", 96, 12, 4, 4, 256, 2500, 2048, ((0, 0, 0), (50, 0.01, 3e-3), (2500, 0, 0)))
+DRAFT = Recipe("draft", 64, 2, 4, 4, 192, 1500, 2048, ((0, 0, 0), (50, 0.01, 3e-3), (1500, 0, 0)))
+
+
+# --- corpus ---------------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(seed: str) -> bytes:
+    """Train the shared SentencePiece model (BPE, digits one by one, byte fallback) and return it serialised."""
+    rng = random.Random(f"{seed} tokenizer")
+    lines: list[str] = []
+    for _ in range(6000):
+        problem = task.make_problem(rng)
+        answer = task.to_text(task.write_solution(problem, rng, (1, 1, 1)))
+        lines += [f"Question: {problem.question}", f"Answer:{answer}{rng.choice(task.MENDS)}"]
+    model = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=VOCAB_SIZE,
+        split_digits=True,
+        byte_fallback=True,
+        character_coverage=1.0,
+        # the text comes back byte for byte: nothing is normalised, no space is put in front
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        unk_id=0,
+        bos_id=BOS,
+        eos_id=EOS,
+        pad_id=-1,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+Row = tuple[list[int], list[float]]  # token ids, and how much each counts in the loss
+
+
+class Writer:
+    """Turns problems into token ids, each with how much it counts in the loss."""
+
+    def __init__(self, tokenizer: spm.SentencePieceProcessor, learned_wordings: tuple[int, ...]) -> None:
+        self.tokenizer = tokenizer
+        self.learned = learned_wordings
+        self.cache: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a piece; pieces repeat, so they are kept."""
+        if text not in self.cache:
+            self.cache[text] = self.tokenizer.encode(text)
+        return self.cache[text]
+
+    def prompt(self, problem: task.Problem) -> list[int]:
+        """The ids of a question, exactly as the chat template and the tokenizer give them."""
+        return [BOS, *self.tokenizer.encode(f"Question: {problem.question}\nAnswer:")]
+
+    def weight(self, pieces: list[task.Piece], i: int) -> float:
+        """How much a piece counts in the loss: most where something has to be worked out or found in the question, little
+        where any wording will do, nothing for a wording that isn't to be learned."""
+        piece = pieces[i]
+        if piece.wording is not None and piece.wording not in self.learned:
+            return 0.0
+        if piece.kind in ("item", "box") or (piece.kind == "number" and i and pieces[i - 1].kind == "equals"):
+            return 3.0
+        return 1.0 if piece.kind == "number" or piece.kind in task.CONFUSED else 0.2
+
+    def answer(self, pieces: list[task.Piece], rng: random.Random, mistakes: float) -> Row:
+        """The ids of an answer; with the probability `mistakes`, one or two of its pieces first go wrong and are mended."""
+        wrong: set[int] = set()
+        if rng.random() < mistakes:
+            places = [i for i, p in enumerate(pieces) if task.can_go_wrong(p) and (p.kind == "number" or rng.random() < 0.3)]
+            wrong = set(rng.sample(places, min(len(places), rng.choice([1, 1, 2]))))
+        ids: list[int] = []
+        weights: list[float] = []
+        for i, piece in enumerate(pieces):
+            if i in wrong:
+                head, tail = self._mistake(piece, pieces[i + 1] if i + 1 < len(pieces) else None, rng)
+                mend = self.encode(rng.choice(task.MENDS))
+                ids += head + tail + mend
+                weights += [1.0] * len(head) + [0.0] * len(tail) + [1.0] * len(mend)
+            piece_ids = self.encode(piece.text)
+            ids += piece_ids
+            weights += [self.weight(pieces, i)] * len(piece_ids)
+        return ids, weights
+
+    def _mistake(self, piece: task.Piece, after: task.Piece | None, rng: random.Random) -> tuple[list[int], list[int]]:
+        """A wrong form of a piece, cut where it goes wrong. Half the time it breaks off right there: the mend that follows
+        then asks the state at the first wrong token to know."""
+        right, wrong = self.encode(piece.text), self.encode(task.wrong_form(piece, rng))
+        same = 0
+        while same < min(len(right), len(wrong)) and right[same] == wrong[same]:
+            same += 1
+        if same == len(wrong):  # a number too short goes wrong at the token that follows it
+            wrong = wrong + (self.encode(after.text)[:1] if after else [EOS])
+        end = same + 1 if rng.random() < 0.6 else len(wrong)
+        return wrong[:same], wrong[same:end]
+
+
+def drill_row(writer: Writer, rng: random.Random, shares: tuple[float, float, float], mistakes: float, length: int) -> Row:
+    """Bare equations like those in the answers, up to `length` tokens."""
+    ids, weights = [BOS], [0.0]
+    while True:
+        sign = rng.choice(("plus", "minus", "times"))
+        if sign == "times":
+            a, b = rng.randint(2, 8), rng.randint(3, 24)
+            c = a * b
+            if not 10 <= c <= 60:
+                continue
+        else:
+            a, b = rng.randint(10, 99), rng.randint(10, 60)
+            c = a + b if sign == "plus" else a - b
+            if not 10 <= c <= 99:
+                continue
+        words = [rng.choices(range(3), weights=shares)[0] for _ in range(2)]
+        pieces = [
+            task.Piece(f" {a}", "glue"),
+            task.Piece(task.WORDINGS[sign][words[0]], sign, words[0]),
+            task.Piece(f" {b}", "glue"),
+            task.Piece(task.WORDINGS["equals"][words[1]], "equals", words[1]),
+            task.Piece(f" {c}", "number"),
+            task.Piece(".", "glue"),
+        ]
+        more, more_weights = writer.answer(pieces, rng, mistakes / 4)
+        if len(ids) + len(more) > length:
+            return ids, weights
+        # the operands of a bare equation can't be foretold
+        skip = len(writer.encode(pieces[0].text)) + len(writer.encode(pieces[1].text)) + len(writer.encode(pieces[2].text))
+        ids += more
+        weights += [0.0] * skip + more_weights[skip:]
+
+
+def target_rows(writer: Writer, seed: str, unseen: frozenset[str]) -> Iterator[Row]:
+    """The target's corpus without end: all wordings, some answers mended, some drills."""
+    rng = random.Random(f"{seed} target")
+    for problem in task.training_problems(rng, unseen, ONE_STEP):
+        prompt = writer.prompt(problem)
+        ids, weights = writer.answer(task.write_solution(problem, rng, PREFERENCE), rng, MENDED)
+        yield [*prompt, *ids, EOS], [0.0] * len(prompt) + weights + [1.0]
+        if rng.random() < DRILLS:
+            yield drill_row(writer, rng, PREFERENCE, MENDED, 128)
+
+
+def draft_rows(writer: Writer, seed: str, unseen: frozenset[str]) -> Iterator[Row]:
+    """The draft's corpus: the second wording. In a third of it the target's wordings are strewn in unlearned, as the draft
+    has to go on from the target's words after a rejection."""
+    rng = random.Random(f"{seed} draft")
+    for problem in task.training_problems(rng, unseen, ONE_STEP):
+        prompt = writer.prompt(problem)
+        shares = (0.75, 0.25, 0.0) if rng.random() < 1 / 3 else (0.0, 1.0, 0.0)
+        ids, weights = writer.answer(task.write_solution(problem, rng, shares), rng, 0.0)
+        yield [*prompt, *ids, EOS], [0.0] * len(prompt) + weights + [1.0]
+        if rng.random() < DRILLS:
+            yield drill_row(writer, rng, (0.0, 1.0, 0.0), 0.0, 128)
+
+
+def batches(rows: Iterator[Row], batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens [B, T + 1] and their weights in the loss [B, T + 1]: rows of like length together, so that only a few
+    fixed shapes occur."""
+    bins: dict[int, list[Row]] = {width: [] for width in WIDTHS}
+    for row in rows:
+        width = next((w for w in WIDTHS if len(row[0]) <= w + 1), None)
+        if width is None:
+            continue
+        bins[width].append(row)
+        if len(bins[width]) == batch_tokens // width:
+            tokens = torch.full((len(bins[width]), width + 1), EOS)
+            weights = torch.zeros(len(bins[width]), width + 1)
+            for i, (ids, row_weights) in enumerate(bins[width]):
+                tokens[i, : len(ids)] = torch.tensor(ids)
+                weights[i, : len(ids)] = torch.tensor(row_weights)
+            bins[width] = []
+            yield tokens, weights
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def init_weights(model: Transformer, seed: int) -> None:
+    """Normal weights; what writes to the residual stream starts smaller the deeper the model."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            continue
+        std = 0.02 if "embed" in name or "output" in name else parameter.shape[1] ** -0.5
+        if name.endswith(("wo.weight", "w2.weight")):
+            std /= (2 * model.config.n_layers) ** 0.5
+        torch.nn.init.normal_(parameter, std=std, generator=generator)
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Push the singular values of [N, rows, columns] towards 1 (five Newton-Schulz steps, as in Muon)."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / (x.flatten(1).norm(dim=1)[:, None, None] + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised, all matrices of one shape at once. At this size it learns in about half
+    the steps that AdamW takes."""
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
+            for p in group["params"]:
+                by_shape.setdefault(p.shape, []).append(p)
+            for shape, params in by_shape.items():
+                updates = []
+                for p in params:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 1 - group["momentum"])
+                    updates.append(torch.lerp(p.grad, momentum, group["momentum"]))
+                scale = max(1.0, shape[0] / shape[1]) ** 0.5
+                for p, update in zip(params, orthogonalise(torch.stack(updates))):
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+
+
+def rates_at(step: int, rates: tuple[tuple[int, float, float], ...]) -> tuple[float, float]:
+    """Muon's and AdamW's learning rates for the step that comes after `step` others."""
+    for (x0, *start), (x1, *end) in itertools.pairwise(rates):
+        if step + 1 <= x1:
+            part = (step + 1 - x0) / (x1 - x0)
+            return start[0] + part * (end[0] - start[0]), start[1] + part * (end[1] - start[1])
+    return rates[-1][1:]
+
+
+def loss_of(model: Transformer, tokens: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean cross-entropy; tokens of weight 0 are read only."""
+    target, weight = tokens[:, 1:], weights[:, 1:]
+    counts = weight > 0
+    logits = model.output(model.norm(model.hidden(tokens[:, :-1])[counts]))
+    return (F.cross_entropy(logits, target[counts], reduction="none") * weight[counts]).sum() / weight.sum()
+
+
+def train(recipe: Recipe, corpus: Callable[[str], Iterator[Row]], seed: int, work: Path) -> dict[str, Tensor]:
+    """Train one model, or go on with it from its last saved state, and return its weights in bf16."""
+    model = Transformer(Config.from_hf(recipe.hf_config()))
+    init_weights(model, seed)
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=False)
+    matrices = [p for name, p in model.named_parameters() if name.startswith("layers") and p.ndim == 2]
+    others = [p for name, p in model.named_parameters() if not (name.startswith("layers") and p.ndim == 2)]
+    muon = Muon(matrices, lr=0.0)
+    adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    state_path = work / f"{recipe.name}.pt"
+    first = 0
+    if state_path.exists():
+        state = torch.load(state_path, weights_only=True)
+        first = state["step"]
+        model.load_state_dict(state["model"])
+        muon.load_state_dict(state["muon"])
+        adam.load_state_dict(state["adam"])
+    mean_loss = 0.0
+    bar = tqdm(range(first, recipe.steps), initial=first, total=recipe.steps, desc=recipe.name, mininterval=5)
+    for step in bar:
+        if step == first or step % SAVE_EVERY == 0:
+            stream = batches(corpus(f"{seed} {step // SAVE_EVERY}"), recipe.batch_tokens)
+        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = rates_at(step, recipe.rates)
+        loss = loss_of(model, *next(stream))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        for optimizer in (muon, adam):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        mean_loss = loss.item() if step == first else 0.98 * mean_loss + 0.02 * loss.item()
+        bar.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == recipe.steps:
+            state = {"step": step + 1, "model": model.state_dict(), "muon": muon.state_dict(), "adam": adam.state_dict()}
+            torch.save(state, state_path.with_suffix(".tmp"))
+            state_path.with_suffix(".tmp").replace(state_path)
+    return {name: weight.detach().to(torch.bfloat16) for name, weight in model.state_dict().items()}
+
+
+def save_model(folder: Path, recipe: Recipe, weights: dict[str, Tensor], tokenizer: bytes) -> None:
+    """Write a checkpoint folder as any chat model's: weights in bf16, tokenizer, chat template, stop token."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(folder, recipe.hf_config(), weights)
+    (folder / "tokenizer.model").write_bytes(tokenizer)
+    write_json(folder / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE})
+    write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
+
+
+# --- judge ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JudgeTuple:
+    """A question, a right answer, a wrong one, and the characters of its mistake, [start, end)."""
+
+    question: str
+    correct: str
+    wrong: str
+    mistake: tuple[int, int]
+
+
+def planted_mistake(pieces: list[task.Piece], rng: random.Random) -> tuple[str, tuple[int, int]]:
+    """The answer with one piece gone wrong, and where."""
+    at = rng.choice([i for i, p in enumerate(pieces) if task.can_go_wrong(p) and (p.kind == "number" or rng.random() < 0.3)])
+    before, after = task.to_text(pieces[:at]), task.to_text(pieces[at + 1 :])
+    wrong = task.wrong_form(pieces[at], rng)
+    start = len(before) + task.first_difference(pieces[at].text, wrong)
+    # a number too short is wrong at the character that follows it
+    return before + wrong + after, (start, max(len(before) + len(wrong), start + 1))
+
+
+def own_mistake(pieces: list[task.Piece], said: str) -> tuple[int, int] | None:
+    """Where an answer in the draft's wording first leaves the right one, to the end of that word. None where it doesn't, or
+    where it only names the wrong kind of box, which changes no number."""
+    right = task.to_text(pieces)
+    start = task.first_difference(right, said)
+    if start == len(said):
+        return None
+    ends = list(itertools.accumulate(len(piece.text) for piece in pieces))
+    if any(piece.kind == "box" and end - len(piece.text) <= start < end for piece, end in zip(pieces, ends)):
+        return None
+    end = start + 1
+    while end < len(said) and said[end].isalnum() and said[start].isalnum():
+        end += 1
+    return start, end
+
+
+def greedy(engine: Engine, prompt: list[int]) -> list[int]:
+    """A model's answer to a prompt, without the stop token."""
+    engine.prefill(prompt)
+    ids: list[int] = []
+    for round_ in engine.rounds(len(prompt)):
+        if round_.tokens[0] == EOS:
+            break
+        ids += round_.tokens
+    return ids
+
+
+def make_tuples(draft: Transformer, tokenizer: Tokenizer, writer: Writer, seed: int, unseen: frozenset[str]) -> list[JudgeTuple]:
+    """The judge's training set: half the wrong answers are the draft's own, half have a mistake planted in the draft's
+    wording; the right ones are in any mixture of wordings."""
+    rng = random.Random(f"{seed} tuples")
+    engine = Engine(draft, max_len=384)
+    tuples: list[JudgeTuple] = []
+    own = 0
+    with tqdm(total=TUPLES, desc="judge tuples") as bar:
+        for problem in task.training_problems(rng, unseen):
+            if len(tuples) == TUPLES:
+                break
+            correct = task.to_text(task.write_solution(problem, rng, rng.choice([(1, 1, 1), (0, 1, 0), (1, 1, 0)])))
+            spoken = task.write_solution(problem, rng, (0, 1, 0))
+            if own < TUPLES // 2:
+                wrong = tokenizer.decode(greedy(engine, writer.prompt(problem)))
+                span = own_mistake(spoken, wrong)
+                if span is None:
+                    continue
+                own += 1
+            else:
+                wrong, span = planted_mistake(spoken, rng)
+            tuples.append(JudgeTuple(problem.question, correct, wrong, span))
+            bar.update()
+    return tuples
+
+
+def to_examples(tuples: list[JudgeTuple], tokenizer: Tokenizer) -> list[Example]:
+    """Both answers of every tuple with a label for each token; the stop token belongs to a right answer."""
+    examples: list[Example] = []
+    for number, item in enumerate(tuples):
+        prompt = tokenizer.encode_chat([{"role": "user", "content": item.question}])
+        for text, mistake in ((item.correct, None), (item.wrong, item.mistake)):
+            ids = tokenizer.encode(text)
+            spans, end = [], 0
+            for i in ids:
+                piece = tokenizer.token_bytes(i) or b""
+                spans.append((end, end + len(piece)))  # the task's text is ASCII: a byte is a character
+                end += len(piece)
+            labels = span_labels(spans, mistake, "span")
+            if mistake is None:
+                ids, labels = [*ids, EOS], [*labels, 1]
+            examples.append(Example(number, prompt, ids, labels))
+    return examples
+
+
+def main() -> None:
+    """Run every stage that isn't done yet."""
+    parser = Parser(description="Train the demo pair and its judge from a seed; about two hours on two cores.")
+    parser.add_argument("--out", type=Path, default=ROOT / "demo", help="folder for the pair (default: demo/)")
+    parser.add_argument("--work", type=Path, default=ROOT / "checkpoints" / "demo-work", help="folder for resumable state")
+    parser.add_argument("--seed", type=int, default=0, help="everything follows from it (default: 0)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    args = parser.parse_args()
+    if args.threads is not None:
+        if args.threads < 1:
+            raise UserError(f"--threads is {args.threads}; it must be at least 1")
+        torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch._dynamo.config.recompile_limit = 64  # a handful of row lengths, each compiled once
+
+    tokenizer_file = args.work / "tokenizer.model"
+    if not tokenizer_file.exists():
+        tokenizer_file.write_bytes(train_tokenizer(str(args.seed)))
+    pieces = spm.SentencePieceProcessor(model_file=str(tokenizer_file))
+    unseen = frozenset(problem.question for problem in task.unseen_problems(1000))
+    every, second = Writer(pieces, (task.FIRST, task.SECOND, task.THIRD)), Writer(pieces, (task.SECOND,))
+    corpora = ((TARGET, lambda s: target_rows(every, s, unseen)), (DRAFT, lambda s: draft_rows(second, s, unseen)))
+    for recipe, corpus in corpora:
+        weights = train(recipe, corpus, args.seed, args.work)
+        save_model(args.out / recipe.name, recipe, weights, tokenizer_file.read_bytes())
+
+    tokenizer = load_tokenizer(args.out / "target")
+    draft = load_model(args.out / "draft", torch.float32)
+    tuples = make_tuples(draft, tokenizer, second, args.seed, unseen)
+    with (args.out / "judge_tuples.jsonl").open("w") as file:
+        file.writelines(json.dumps(vars(item)) + "\n" for item in tuples)
+    target = load_model(args.out / "target", torch.float32)
+    result = train_head(*features(target, to_examples(tuples, tokenizer), "post_norm"), seed=args.seed)
+    head = Head(result.weight, result.bias, "post_norm", "demo/target", fingerprint(args.out / "target"))
+    head.save(args.out / "judge.pt")
+    print(f"judge: AUC {result.auc:.4f}, wrong tokens stopped {result.recall:.2%}, right tokens kept {result.kept:.2%}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
