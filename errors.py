@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
 
 
 class UserError(Exception):
@@ -18,6 +22,28 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists what there is)")
+
+
+def read_jsonl(path: Path, parse: Callable[[Any], T]) -> list[T]:
+    """What ``parse`` makes of each line of a JSON-lines file; it may raise ValueError, KeyError or TypeError.
+
+    Raises:
+        UserError: the file can't be read or is empty, or a line, named by its number, is not what it should be.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {error}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(parse(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else error
+            raise UserError(f"{path}, line {number}: {what}") from None
+    if not rows:
+        raise UserError(f"{path} is empty")
+    return rows
 
 
 def run_cli(main: Callable[[], None]) -> None:

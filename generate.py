@@ -16,8 +16,7 @@ import resource
 import statistics
 import sys
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ import checkpoint
 from errors import Parser, UserError, run_cli
 from judge import RULES, Block, Head, check_threshold, load_head, next_distribution, verdict
 from model import Cache, Transformer
-from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from tokenizer import Output, Tokenizer, check_same_vocabulary, load_tokenizer
 
 FIRST_BUCKET = 128  # the cache is read in lengths of 128, 256, 512, ...
 PREFILL_CHUNK = 256  # tokens read at once from a prompt
@@ -299,78 +298,6 @@ def match_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     return torch.nn.functional.pad(logits, (0, extra), value=-math.inf)
 
 
-class Output:
-    """The text of one generation as it grows, trimmed at the first stop token, stop text or the length cap.
-
-    Ids, text, counters and what was streamed agree: the text is cut exactly where a stop text begins, and the ids are the
-    fewest whose decoding begins with that text; a stop token is in neither. ``emit`` gets each piece of text, and who
-    accepted it, as soon as it can no longer be part of a stop text.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        max_new_tokens: int,
-        stop_texts: Sequence[str] = (),
-        emit: Callable[[str, str], None] = lambda piece, who: None,
-    ) -> None:
-        self.max_new_tokens, self.stop_texts, self.emit = max_new_tokens, [s for s in stop_texts if s], emit
-        self.stop_ids, self.decoder = tokenizer.eos_ids, tokenizer.stream()
-        self.tokens: list[int] = []
-        self.accepted_by: list[str] = []
-        self.ends: list[int] = []  # length of the text after each token
-        self.text = ""
-        self.streamed = 0  # characters emitted
-        self.finish_reason = ""
-
-    def add(self, tokens: Sequence[int], accepted_by: Sequence[str]) -> bool:
-        """Append what a round committed. Returns whether the text has ended."""
-        for token, who in zip(tokens, accepted_by):
-            if token in self.stop_ids:
-                return self._finish("stop")
-            self.tokens.append(token)
-            self.accepted_by.append(who)
-            self.ends.append(len(self.text))
-            if self._append(self.decoder.push([token])):
-                return self._finish("stop", cut=True)
-            if len(self.tokens) == self.max_new_tokens:
-                return self._finish("length")
-        held = (n for stop in self.stop_texts for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-        self._stream(len(self.text) - max(held, default=0))
-        return False
-
-    def _append(self, piece: str) -> bool:
-        """Add the last token's text; cut text and tokens at the first stop text. Returns whether there was one."""
-        before = len(self.text)
-        self.text += piece
-        if self.ends:
-            self.ends[-1] = len(self.text)
-        found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self.stop_texts]
-        found = [at for at in found if at >= 0]
-        if not found:
-            return False
-        self.text = self.text[: min(found)]
-        keep = next(i for i, end in enumerate([0, *self.ends]) if end >= len(self.text))
-        del self.tokens[keep:], self.accepted_by[keep:], self.ends[keep:]
-        return True
-
-    def _finish(self, reason: str, cut: bool = False) -> bool:
-        if not cut and self._append(self.decoder.flush()):
-            reason = "stop"
-        self.finish_reason = reason
-        self._stream(len(self.text))
-        return True
-
-    def _stream(self, upto: int) -> None:
-        """Emit the text up to a character, in pieces of one token."""
-        first = bisect_right(self.ends, self.streamed)
-        for end, who in zip(self.ends[first:], self.accepted_by[first:]):
-            piece = self.text[self.streamed : min(end, upto)]
-            if piece:
-                self.emit(piece, who)
-                self.streamed += len(piece)
-
-
 @dataclass
 class Generation:
     """One generated text and its numbers."""
@@ -390,7 +317,13 @@ class Generation:
 
 
 def generate(engine: Engine, prompt: Sequence[int], output: Output, seed: int | None = None) -> Generation:
-    """Prefill and run rounds until the output says it is complete. The engine's ``max_len`` must leave room for it."""
+    """Prefill and run rounds until the output says it is complete.
+
+    Raises:
+        UserError: prompt and new tokens don't fit into the engine's ``max_len``.
+    """
+    if len(prompt) + output.max_new_tokens > engine.max_len:
+        raise UserError(f"{len(prompt)} prompt and {output.max_new_tokens} new tokens don't fit into {engine.max_len}")
     start = time.perf_counter()
     engine.prefill(prompt, seed)
     if engine.device.type == "cuda":
@@ -418,6 +351,7 @@ DEMO = Path(__file__).parent / "demo"
 DEMO_PROMPT = ""
 COLOURS = {STANDARD: "\033[32m", RULE: "\033[1;36m", TARGET: "\033[33m"}
 RESET = "\033[0m"
+CHAT_CONTEXT = 8192  # tokens a conversation may have: caches for a whole context of 131,072 would take 17 GB for an 8B
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -601,6 +535,7 @@ def summary(run: Generation) -> str:
 
 def chat(setup: Setup, colour: bool) -> None:
     """Read prompts from the terminal and answer each in the light of the conversation so far."""
+    setup.context = min(setup.context, CHAT_CONTEXT)
     engine = setup.load(setup.context)
     engine.warm_up()
     messages: list[dict[str, str]] = []

@@ -12,7 +12,6 @@ at temperature 0 they are the model's own.
 from __future__ import annotations
 
 import codecs
-import json
 import math
 import os
 import pickle
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from errors import UserError
+from errors import UserError, read_jsonl
 from model import Cache, Transformer
 from tokenizer import Tokenizer
 
@@ -226,32 +225,18 @@ class Example(NamedTuple):
 
 
 def read_tuples(path: Path) -> list[Tuple]:
-    """Tuples from a JSON-lines file with the fields of ``Tuple``.
+    """Tuples from a JSON-lines file with the fields of ``Tuple``. Raises UserError naming a line that isn't one."""
 
-    Raises:
-        UserError: the file can't be read or is empty, or a line (named by its number) isn't a tuple.
-    """
-    tuples = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            start, end = row["mistake"]
-            item = Tuple(row["question"], row["correct"], row["wrong"], (int(start), int(end)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}, line {number}: not a tuple of question, correct, wrong, mistake ({error})") from None
+    def parse(row: Any) -> Tuple:
+        item = Tuple(row["question"], row["correct"], row["wrong"], tuple(row["mistake"]))
         if not all(isinstance(text, str) and text for text in item[:3]):
-            raise UserError(f"{path}, line {number}: question, correct and wrong must be text")
-        if not 0 <= item.mistake[0] < item.mistake[1] <= len(item.wrong):
-            raise UserError(f"{path}, line {number}: the mistake {list(item.mistake)} lies outside the wrong answer's "
-                            f"{len(item.wrong)} characters")  # fmt: skip
-        tuples.append(item)
-    if not tuples:
-        raise UserError(f"{path} holds no tuples")
-    return tuples
+            raise ValueError("question, correct and wrong must be text")
+        start, end = item.mistake
+        if not 0 <= start < end <= len(item.wrong):
+            raise ValueError(f"the mistake [{start}, {end}) lies outside the wrong answer's {len(item.wrong)} characters")
+        return item
+
+    return read_jsonl(path, parse)
 
 
 def token_spans(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[tuple[int, int]]:

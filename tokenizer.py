@@ -12,7 +12,8 @@ import codecs
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -195,6 +196,78 @@ class StreamDecoder:
     def flush(self) -> str:
         """End the text: return what stands for a character cut short (U+FFFD), else nothing."""
         return self._utf8.decode(b"", final=True)
+
+
+class Output:
+    """The text of one generation as it grows, trimmed at the first stop token, stop text or the length cap.
+
+    Ids, text, counters and what was streamed agree: the text is cut exactly where a stop text begins, and the ids are the
+    fewest whose decoding begins with that text; a stop token is in neither. ``emit`` gets each piece of text, and who
+    accepted it, as soon as it can no longer be part of a stop text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_new_tokens: int,
+        stop_texts: Sequence[str] = (),
+        emit: Callable[[str, str], None] = lambda piece, who: None,
+    ) -> None:
+        self.max_new_tokens, self.stop_texts, self.emit = max_new_tokens, [s for s in stop_texts if s], emit
+        self.stop_ids, self.decoder = tokenizer.eos_ids, tokenizer.stream()
+        self.tokens: list[int] = []
+        self.accepted_by: list[str] = []
+        self.ends: list[int] = []  # length of the text after each token
+        self.text = ""
+        self.streamed = 0  # characters emitted
+        self.finish_reason = ""
+
+    def add(self, tokens: Sequence[int], accepted_by: Sequence[str]) -> bool:
+        """Append what a round committed. Returns whether the text has ended."""
+        for token, who in zip(tokens, accepted_by):
+            if token in self.stop_ids:
+                return self._finish("stop")
+            self.tokens.append(token)
+            self.accepted_by.append(who)
+            self.ends.append(len(self.text))
+            if self._append(self.decoder.push([token])):
+                return self._finish("stop", cut=True)
+            if len(self.tokens) == self.max_new_tokens:
+                return self._finish("length")
+        held = (n for stop in self.stop_texts for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        self._stream(len(self.text) - max(held, default=0))
+        return False
+
+    def _append(self, piece: str) -> bool:
+        """Add the last token's text; cut text and tokens at the first stop text. Returns whether there was one."""
+        before = len(self.text)
+        self.text += piece
+        if self.ends:
+            self.ends[-1] = len(self.text)
+        found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self.stop_texts]
+        found = [at for at in found if at >= 0]
+        if not found:
+            return False
+        self.text = self.text[: min(found)]
+        keep = next(i for i, end in enumerate([0, *self.ends]) if end >= len(self.text))
+        del self.tokens[keep:], self.accepted_by[keep:], self.ends[keep:]
+        return True
+
+    def _finish(self, reason: str, cut: bool = False) -> bool:
+        if not cut and self._append(self.decoder.flush()):
+            reason = "stop"
+        self.finish_reason = reason
+        self._stream(len(self.text))
+        return True
+
+    def _stream(self, upto: int) -> None:
+        """Emit the text up to a character, in pieces of one token."""
+        first = bisect_right(self.ends, self.streamed)
+        for end, who in zip(self.ends[first:], self.accepted_by[first:]):
+            piece = self.text[self.streamed : min(end, upto)]
+            if piece:
+                self.emit(piece, who)
+                self.streamed += len(piece)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-import torch  # noqa: E402
-from evaluate import TASKS, encode_problem  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+from evaluate import TASKS, encode_problem
+from tqdm import tqdm
 
-import checkpoint  # noqa: E402
-from errors import Parser, UserError, run_cli  # noqa: E402
-from generate import DEMO, Engine  # noqa: E402
-from judge import load_head  # noqa: E402
-from model import Cache, Transformer  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
+import checkpoint
+from errors import Parser, UserError, run_cli
+from generate import DEMO, Engine
+from judge import load_head
+from model import Cache, Transformer
+from tokenizer import load_tokenizer
 
 
 def decode(engine: Engine, prompt: list[int], n: int) -> list[int]:

@@ -172,8 +172,8 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
 def rope_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any] | None:
     """The scaling of the RoPE frequencies, linear or Llama 3's, or None.
 
-    Of Llama 3's scaling GGUF doesn't keep the four numbers, only the divisor of each frequency that follows from them. Every published Llama
-    has low 1, high 4 and 8,192 original positions; the divisors are computed from these again and must agree.
+    Of Llama 3's scaling GGUF doesn't keep the four numbers, only the divisor of each frequency that follows from them. Every
+    published Llama has low 1, high 4 and 8,192 original positions; the divisors are computed from these again and must agree.
     """
     kind = file.get("{arch}.rope.scaling.type", "none")
     if kind == "linear":

@@ -9,13 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import demo_task  # noqa: E402
-import torch  # noqa: E402
+import demo_task
+import torch
 
-from errors import Parser, UserError, run_cli  # noqa: E402
-from generate import COLOURS, DEMO, RESET, RULE, STANDARD, TARGET, Engine, Generation, Output, generate, load_pair  # noqa: E402
-from judge import load_head  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
+from errors import Parser, UserError, run_cli
+from generate import COLOURS, DEMO, RESET, RULE, STANDARD, TARGET, Engine, Generation, Output, generate, load_pair
+from judge import load_head
+from tokenizer import load_tokenizer
 
 LEGEND = {STANDARD: "the standard test accepted it", RULE: "only the judge accepted it", TARGET: "the target's own"}
 

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import demo_task  # noqa: E402
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import demo_task
+import torch
+from tqdm import tqdm
 
-import checkpoint  # noqa: E402
-from errors import Parser, UserError, run_cli  # noqa: E402
-from generate import DEMO, RULE, STANDARD, Engine, Output, Sampling, generate, load_pair  # noqa: E402
-from judge import RULES, check_threshold, load_head  # noqa: E402
-from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer  # noqa: E402
+import checkpoint
+from errors import Parser, UserError, read_jsonl, run_cli
+from generate import DEMO, RULE, STANDARD, Engine, Output, Sampling, generate, load_pair
+from judge import RULES, check_threshold, load_head
+from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 
 SHOTS = 4  # worked examples in front of a GSM8K question, from the end of the training file
 
@@ -43,25 +43,11 @@ def demo_problems(data: Path | None, limit: int) -> list[Problem]:
     return [Problem(p.question, lambda text, p=p: demo_task.is_right(p, text), ()) for p in demo_task.unseen_problems(limit)]
 
 
-def read_jsonl(path: Path, keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file. Raises UserError naming the line that is not JSON or lacks a key."""
-    rows = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            missing = [key for key in keys if not isinstance(row.get(key), str)]
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path}, line {number}: not a JSON object ({error})") from None
-        if missing:
-            raise UserError(f"{path}, line {number}: no text under {missing[0]!r}")
-        rows.append(row)
-    if not rows:
-        raise UserError(f"{path} is empty")
-    return rows
+def question_and_answer(row: Any) -> dict[str, str]:
+    """A row of GSM8K's form, checked."""
+    if not isinstance(row["question"], str) or not isinstance(row["answer"], str):
+        raise ValueError("question and answer must be text")
+    return row
 
 
 def final_number(text: str) -> str | None:
@@ -80,7 +66,7 @@ def gsm8k_problems(data: Path | None, limit: int) -> list[Problem]:
     """GSM8K with the last SHOTS rows of the file as worked examples (they are not asked)."""
     if data is None:
         raise UserError("--task gsm8k needs --data FILE, a JSON-lines file of question and answer")
-    rows = read_jsonl(data, ("question", "answer"))
+    rows = read_jsonl(data, question_and_answer)
     if len(rows) <= SHOTS:
         raise UserError(f"{data} has {len(rows)} rows; {SHOTS} are worked examples, so more are needed")
     shots = rows[-SHOTS:]
@@ -200,7 +186,7 @@ def read_done(out: Path | None, signature: dict[str, Any]) -> dict[tuple[str, in
     if out is None or not out.exists():
         return {}
     lines = out.read_text(encoding="utf-8").split("\n")
-    if not lines[-1] == "":
+    if lines[-1] != "":
         out.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
     rows = [json.loads(line) for line in lines[:-1]]
     if rows and rows[0] != signature:
@@ -213,8 +199,8 @@ def parse_args():
     p.add_argument("--task", choices=TASKS, default="demo", help="what is asked (default: demo)")
     p.add_argument("--data", type=Path, metavar="FILE", help="the task's JSON-lines file; demo needs none")
     p.add_argument("--limit", type=int, default=100, metavar="N", help="problems (default: 100)")
-    p.add_argument("--rules", default="plain,draft,standard,judge", help="comma-separated: plain, draft, standard, judge[:δ], topk[:K], "
-                   "typical[:ε], kl[:τ] (default: plain,draft,standard,judge)")  # fmt: skip
+    p.add_argument("--rules", default="plain,draft,standard,judge", metavar="LIST",
+                   help="of plain, draft, standard, judge[:δ], topk[:K], typical[:ε], kl[:τ] (default: first four)")  # fmt: skip
     p.add_argument("--target", default=str(DEMO / "target"), metavar="NAME", help="default: the demo's")
     p.add_argument("--draft", default=str(DEMO / "draft"), metavar="NAME", help="default: the demo's")
     p.add_argument("--judge", type=Path, default=None, metavar="FILE", help="judge head (default: the demo's on the demo's target)")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from evaluate import SHOTS, gsm8k_prompt, read_jsonl  # noqa: E402
+from evaluate import SHOTS, gsm8k_prompt, question_and_answer
 
-from errors import Parser, UserError, run_cli  # noqa: E402
+from errors import Parser, UserError, read_jsonl, run_cli
 
 COMPUTED = re.compile(r"(?<==)(\s*\$?)(\d+)(?![\d.,]*\d)")
 
@@ -49,7 +49,7 @@ def main() -> None:
     p.add_argument("--limit", type=int, default=500, metavar="N", help="tuples (default: 500)")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
-    rows = read_jsonl(args.data, ("question", "answer"))
+    rows = read_jsonl(args.data, question_and_answer)
     if args.limit < 1 or len(rows) <= SHOTS:
         raise UserError(f"--limit is {args.limit} and {args.data} has {len(rows)} rows; at least 1 and {SHOTS + 1} are needed")
     rng = random.Random(args.seed)

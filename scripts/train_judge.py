@@ -7,13 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+from tqdm import tqdm
 
-import checkpoint  # noqa: E402
-from errors import Parser, UserError, run_cli  # noqa: E402
-from judge import KINDS, LABEL_RULES, WRONG, Head, features, read_tuples, to_examples, train_head  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
+import checkpoint
+from errors import Parser, UserError, run_cli
+from judge import KINDS, LABEL_RULES, WRONG, Head, features, read_tuples, to_examples, train_head
+from tokenizer import load_tokenizer
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from errors import UserError
-from generate import Engine, Output, Sampling, bucket_for, draw, match_vocabulary, warp
+from generate import Engine, Sampling, bucket_for, draw, match_vocabulary, warp
+from tokenizer import Output
 
 PROMPT = [5, 17, 99, 3, 64, 2, 2, 31]
 

@@ -172,6 +172,22 @@ def test_span_labels_cover_the_mistake_whatever_the_boundaries(lengths, data):
     assert judge.span_labels(pieces, None, "span") == [RIGHT] * len(pieces)
 
 
+@pytest.mark.parametrize("line, words", [
+    ("{", "line 2"), ('{"question": "q"}', "line 2: no 'correct'"), ("[1]", "line 2"),
+    ('{"question": "q", "correct": "a", "wrong": "b", "mistake": [0, 2]}', r"\[0, 2\) lies outside the wrong answer's 1"),
+    ('{"question": "q", "correct": "a", "wrong": "b", "mistake": [0]}', "line 2"),
+    ('{"question": "q", "correct": "", "wrong": "b", "mistake": [0, 1]}', "must be text"),
+])  # fmt: skip
+def test_a_bad_tuple_is_refused_with_its_line(tmp_path, line, words):
+    path = tmp_path / "tuples.jsonl"
+    good = '{"question": "q", "correct": "a", "wrong": "bc", "mistake": [1, 2]}\n'
+    path.write_text(good)
+    assert judge.read_tuples(path) == [("q", "a", "bc", (1, 2))]
+    path.write_text(good + line)
+    with pytest.raises(UserError, match=words):
+        judge.read_tuples(path)
+
+
 @pytest.mark.parametrize("kind", judge.KINDS)
 def test_training_finds_a_direction_and_folds_the_scale_back(kind):
     model = tiny(scale=0.05)  # small weights: the last state still shows the token read

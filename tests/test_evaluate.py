@@ -1,0 +1,72 @@
+"""The evaluation's bookkeeping: rules, answers, statistics, resuming; and tuples with planted mistakes."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import evaluate
+import plant_mistakes
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from errors import UserError, read_jsonl
+
+
+def test_rules_are_parsed_and_refused_by_name():
+    got = evaluate.parse_rules("plain,draft,standard,judge,judge:0.9,topk:3,kl", 0.4)
+    assert [(c.verify, c.threshold) for c in got] == [
+        ("standard", 0.0), ("standard", 0.0), ("standard", 0.0), ("judge", 0.4), ("judge", 0.9), ("topk", 3.0), ("kl", 0.3),
+    ]  # fmt: skip
+    for bad, words in (("magic", "'magic'"), ("plain:3", "'plain:3'"), ("topk:x", "must be a number"), ("judge:2", "δ")):
+        with pytest.raises(UserError, match=words):
+            evaluate.parse_rules(bad, 0.5)
+
+
+@pytest.mark.parametrize("text, number", [
+    ("so 3+4=7\n#### 7", "7"), ("#### $1,234.00", "1234"), ("#### -5 apples", "-5"), ("no mark 7", None), ("#### 0.5", "0.5"),
+])  # fmt: skip
+def test_final_number(text, number):
+    assert evaluate.final_number(text) == number
+
+
+def test_statistics_by_hand():
+    low, high = evaluate.wilson(50, 100)
+    assert abs(low - 0.4038) < 1e-3 and abs(high - 0.5962) < 1e-3
+    assert evaluate.mcnemar(0, 0) == 1.0 and evaluate.mcnemar(5, 5) == 1.0
+    assert abs(evaluate.mcnemar(1, 7) - 2 * 9 / 256) < 1e-12
+    result = {"right": True, "new_tokens": 6, "rounds": 2, "accepted": 4, "by_rule": 1, "decode_s": 2.0,
+              "ms": {"draft": 1.0, "verify": 2.0, "other": 1.0}}  # fmt: skip
+    row = evaluate.row_of([result, {**result, "right": False}], [result, result])
+    assert (row["accuracy"], row["delta_vs_plain"], row["mean_accepted"], row["tokens_per_round"]) == (0.5, -0.5, 2.0, 3.0)
+    assert (row["tokens_per_s"], row["other_share"]) == (3.0, 0.25)
+
+
+def test_an_interrupted_run_goes_on_and_another_runs_file_is_refused(tmp_path):
+    out = tmp_path / "answers.jsonl"
+    signature = {"task": "demo"}
+    row = {"rule": "plain", "problem": 0, "right": True}
+    out.write_text(json.dumps(signature) + "\n" + json.dumps(row) + "\n" + json.dumps(row)[:9])
+    assert evaluate.read_done(out, signature) == {("plain", 0): row}
+    assert out.read_text().endswith("}\n")
+    with pytest.raises(UserError, match="another run"):
+        evaluate.read_done(out, {"task": "gsm8k"})
+
+
+@pytest.mark.parametrize("line, words", [("{", "line 2"), ('{"question": "a"}', "line 2.*'answer'"), ("[]", "line 2")])
+def test_a_bad_line_is_refused_with_its_number(tmp_path, line, words):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n' + line + "\n")
+    with pytest.raises(UserError, match=words):
+        read_jsonl(path, evaluate.question_and_answer)
+
+
+@given(st.integers(0, 10_000), st.lists(st.integers(0, 99_999), min_size=1, max_size=4))
+def test_a_planted_mistake_lies_where_it_says(seed, numbers):
+    answer = " ".join(f"{n}+0 = {n} things." for n in numbers)
+    wrong, (start, end) = plant_mistakes.plant(answer, random.Random(seed))
+    assert len(wrong) == len(answer) and wrong != answer
+    assert wrong[:start] == answer[:start] and wrong[end:] == answer[end:]
+    assert wrong[start] != answer[start] and wrong[start:end].isdigit()
+    assert plant_mistakes.plant("nothing computed", random.Random(seed)) is None
