@@ -33,6 +33,7 @@ def main() -> None:
     p = Parser(description=__doc__)
     p.add_argument("--problem", type=int, default=0, metavar="N", help="which of the 1,000 unseen problems (default: 0)")
     p.add_argument("--repeats", type=int, default=7, metavar="N", help="runs of each, interleaved; medians are shown (default: 7)")
+    p.add_argument("--no-compile", action="store_true", help="run the blocks uncompiled")
     args = p.parse_args()
     if not 0 <= args.problem < 1000 or args.repeats < 1:
         raise UserError(f"--problem {args.problem}, --repeats {args.repeats}: 0 to 999, and at least 1")
@@ -48,8 +49,9 @@ def main() -> None:
         "standard": Engine(target, draft, draft_len=8, max_len=length),
         "judge": Engine(target, draft, draft_len=25, verify="judge", threshold=head.threshold, max_len=length),
     }
-    for model in (target, draft):
-        model.compile_blocks(dynamic=True)
+    if not args.no_compile:
+        for model in (target, draft):
+            model.compile_blocks(dynamic=True)
     for engine in engines.values():
         engine.warm_up()
     runs: dict[str, list[Generation]] = {name: [] for name in engines}

@@ -7,6 +7,8 @@ answers in any mixture of wordings, and wrong answers whose mistake is known to 
 Nothing here needs a model: training, the judge's labels and the evaluation all read problems and answers from this file.
 """
 
+from __future__ import annotations
+
 import random
 import re
 from collections.abc import Iterator

@@ -7,6 +7,8 @@ other wordings) is read but left out of the loss.
 The script saves its state in ``--work`` every few minutes and takes up from there when it is run again.
 """
 
+from __future__ import annotations
+
 import io
 import itertools
 import json
@@ -15,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sentencepiece as spm
 import torch
@@ -30,14 +32,13 @@ import demo_task as task
 from checkpoint import fingerprint, load_model, save_checkpoint, write_json
 from errors import Parser, UserError, run_cli
 from generate import Engine
-from judge import Example, Head, features, span_labels, train_head
+from judge import Head, Tuple, features, to_examples, train_head
 from model import Config, Transformer
 from tokenizer import Tokenizer, load_tokenizer
 
 BOS, EOS = 1, 2
 VOCAB_SIZE = 640
 PREFERENCE = (0.7, 0.2, 0.1)  # how often the target's corpus takes each wording; its greedy choice is the first
-MENDED = 0.4  # share of the target's answers that contain a mistake and its correction
 ONE_STEP = 0.5  # share of the problems that have one step only: short rows teach copying and arithmetic soonest
 DRILLS = 0.35  # rows of bare equations for each problem
 
@@ -48,6 +49,22 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 SAVE_EVERY = 250  # steps; the corpus starts a new seeded stream at each, so a resumed run reads what an unbroken one would
+
+
+class Mistakes(NamedTuple):
+    """How a corpus goes wrong and mends itself."""
+
+    share: float  # of the answers
+    drill_share: float  # of the bare equations
+    counts: tuple[int, ...]  # mistakes in such an answer, one of these
+    break_off: float  # share that breaks off at the first wrong token: the state there has to know at once
+    weight: float  # of the correction in the loss
+
+
+NO_MISTAKES = Mistakes(0.0, 0.0, (1,), 0.0, 0.0)
+EARLY = Mistakes(0.4, 0.1, (1, 1, 2), 0.6, 1.0)
+LATE = Mistakes(0.9, 0.5, (1, 2, 3), 0.9, 2.0)  # a model can notice a wrong number only once it can calculate
+LATE_FROM = 2000  # the target's step
 
 
 @dataclass(frozen=True)
@@ -86,7 +103,10 @@ class Recipe:
         }
 
 
-TARGET = Recipe("target", 96, 12, 4, 4, 256, 2500, 2048, ((0, 0, 0), (50, 0.01, 3e-3), (2500, 0, 0)))
+TARGET = Recipe(
+    "target", 96, 12, 4, 4, 256, 3250, 2048,
+    ((0, 0, 0), (50, 0.01, 3e-3), (2000, 0.00204, 6.1e-4), (2001, 0.004, 1.2e-3), (3250, 0, 0)),
+)  # fmt: skip
 DRAFT = Recipe("draft", 64, 2, 4, 4, 192, 1500, 2048, ((0, 0, 0), (50, 0.01, 3e-3), (1500, 0, 0)))
 
 
@@ -155,39 +175,40 @@ class Writer:
             return 3.0
         return 1.0 if piece.kind == "number" or piece.kind in task.CONFUSED else 0.2
 
-    def answer(self, pieces: list[task.Piece], rng: random.Random, mistakes: float) -> Row:
-        """The ids of an answer; with the probability `mistakes`, one or two of its pieces first go wrong and are mended."""
+    def answer(self, pieces: list[task.Piece], rng: random.Random, mistakes: Mistakes) -> Row:
+        """The ids of an answer; as often as `mistakes` says, some of its pieces first go wrong and are mended."""
         wrong: set[int] = set()
-        if rng.random() < mistakes:
+        if rng.random() < mistakes.share:
             places = [i for i, p in enumerate(pieces) if task.can_go_wrong(p) and (p.kind == "number" or rng.random() < 0.3)]
-            wrong = set(rng.sample(places, min(len(places), rng.choice([1, 1, 2]))))
+            wrong = set(rng.sample(places, min(len(places), rng.choice(mistakes.counts))))
         ids: list[int] = []
         weights: list[float] = []
         for i, piece in enumerate(pieces):
             if i in wrong:
-                head, tail = self._mistake(piece, pieces[i + 1] if i + 1 < len(pieces) else None, rng)
+                head, tail = self._mistake(piece, pieces[i + 1] if i + 1 < len(pieces) else None, rng, mistakes.break_off)
                 mend = self.encode(rng.choice(task.MENDS))
                 ids += head + tail + mend
-                weights += [1.0] * len(head) + [0.0] * len(tail) + [1.0] * len(mend)
+                weights += [1.0] * len(head) + [0.0] * len(tail) + [mistakes.weight] * len(mend)
             piece_ids = self.encode(piece.text)
             ids += piece_ids
             weights += [self.weight(pieces, i)] * len(piece_ids)
         return ids, weights
 
-    def _mistake(self, piece: task.Piece, after: task.Piece | None, rng: random.Random) -> tuple[list[int], list[int]]:
-        """A wrong form of a piece, cut where it goes wrong. Half the time it breaks off right there: the mend that follows
-        then asks the state at the first wrong token to know."""
+    def _mistake(
+        self, piece: task.Piece, after: task.Piece | None, rng: random.Random, break_off: float
+    ) -> tuple[list[int], list[int]]:
+        """A wrong form of a piece, cut where it goes wrong; as often as `break_off` says it ends with the first wrong token."""
         right, wrong = self.encode(piece.text), self.encode(task.wrong_form(piece, rng))
         same = 0
         while same < min(len(right), len(wrong)) and right[same] == wrong[same]:
             same += 1
         if same == len(wrong):  # a number too short goes wrong at the token that follows it
             wrong = wrong + (self.encode(after.text)[:1] if after else [EOS])
-        end = same + 1 if rng.random() < 0.6 else len(wrong)
+        end = same + 1 if rng.random() < break_off else len(wrong)
         return wrong[:same], wrong[same:end]
 
 
-def drill_row(writer: Writer, rng: random.Random, shares: tuple[float, float, float], mistakes: float, length: int) -> Row:
+def drill_row(writer: Writer, rng: random.Random, shares: tuple[float, float, float], mistakes: Mistakes, length: int) -> Row:
     """Bare equations like those in the answers, up to `length` tokens."""
     ids, weights = [BOS], [0.0]
     while True:
@@ -211,7 +232,7 @@ def drill_row(writer: Writer, rng: random.Random, shares: tuple[float, float, fl
             task.Piece(f" {c}", "number"),
             task.Piece(".", "glue"),
         ]
-        more, more_weights = writer.answer(pieces, rng, mistakes / 4)
+        more, more_weights = writer.answer(pieces, rng, mistakes._replace(share=mistakes.drill_share))
         if len(ids) + len(more) > length:
             return ids, weights
         # the operands of a bare equation can't be foretold
@@ -220,15 +241,16 @@ def drill_row(writer: Writer, rng: random.Random, shares: tuple[float, float, fl
         weights += [0.0] * skip + more_weights[skip:]
 
 
-def target_rows(writer: Writer, seed: str, unseen: frozenset[str]) -> Iterator[Row]:
+def target_rows(writer: Writer, seed: str, step: int, unseen: frozenset[str]) -> Iterator[Row]:
     """The target's corpus without end: all wordings, some answers mended, some drills."""
     rng = random.Random(f"{seed} target")
+    mistakes = EARLY if step < LATE_FROM else LATE
     for problem in task.training_problems(rng, unseen, ONE_STEP):
         prompt = writer.prompt(problem)
-        ids, weights = writer.answer(task.write_solution(problem, rng, PREFERENCE), rng, MENDED)
+        ids, weights = writer.answer(task.write_solution(problem, rng, PREFERENCE), rng, mistakes)
         yield [*prompt, *ids, EOS], [0.0] * len(prompt) + weights + [1.0]
         if rng.random() < DRILLS:
-            yield drill_row(writer, rng, PREFERENCE, MENDED, 128)
+            yield drill_row(writer, rng, PREFERENCE, mistakes, 128)
 
 
 def draft_rows(writer: Writer, seed: str, unseen: frozenset[str]) -> Iterator[Row]:
@@ -238,10 +260,10 @@ def draft_rows(writer: Writer, seed: str, unseen: frozenset[str]) -> Iterator[Ro
     for problem in task.training_problems(rng, unseen, ONE_STEP):
         prompt = writer.prompt(problem)
         shares = (0.75, 0.25, 0.0) if rng.random() < 1 / 3 else (0.0, 1.0, 0.0)
-        ids, weights = writer.answer(task.write_solution(problem, rng, shares), rng, 0.0)
+        ids, weights = writer.answer(task.write_solution(problem, rng, shares), rng, NO_MISTAKES)
         yield [*prompt, *ids, EOS], [0.0] * len(prompt) + weights + [1.0]
         if rng.random() < DRILLS:
-            yield drill_row(writer, rng, (0.0, 1.0, 0.0), 0.0, 128)
+            yield drill_row(writer, rng, (0.0, 1.0, 0.0), NO_MISTAKES, 128)
 
 
 def batches(rows: Iterator[Row], batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -330,7 +352,7 @@ def loss_of(model: Transformer, tokens: Tensor, weights: Tensor) -> Tensor:
     return (F.cross_entropy(logits, target[counts], reduction="none") * weight[counts]).sum() / weight.sum()
 
 
-def train(recipe: Recipe, corpus: Callable[[str], Iterator[Row]], seed: int, work: Path) -> dict[str, Tensor]:
+def train(recipe: Recipe, corpus: Callable[[str, int], Iterator[Row]], seed: int, work: Path) -> dict[str, Tensor]:
     """Train one model, or go on with it from its last saved state, and return its weights in bf16."""
     model = Transformer(Config.from_hf(recipe.hf_config()))
     init_weights(model, seed)
@@ -352,7 +374,7 @@ def train(recipe: Recipe, corpus: Callable[[str], Iterator[Row]], seed: int, wor
     bar = tqdm(range(first, recipe.steps), initial=first, total=recipe.steps, desc=recipe.name, mininterval=5)
     for step in bar:
         if step == first or step % SAVE_EVERY == 0:
-            stream = batches(corpus(f"{seed} {step // SAVE_EVERY}"), recipe.batch_tokens)
+            stream = batches(corpus(f"{seed} {step // SAVE_EVERY}", step), recipe.batch_tokens)
         muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = rates_at(step, recipe.rates)
         loss = loss_of(model, *next(stream))
         loss.backward()
@@ -379,16 +401,6 @@ def save_model(folder: Path, recipe: Recipe, weights: dict[str, Tensor], tokeniz
 
 
 # --- judge ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class JudgeTuple:
-    """A question, a right answer, a wrong one, and the characters of its mistake, [start, end)."""
-
-    question: str
-    correct: str
-    wrong: str
-    mistake: tuple[int, int]
 
 
 def planted_mistake(pieces: list[task.Piece], rng: random.Random) -> tuple[str, tuple[int, int]]:
@@ -428,12 +440,12 @@ def greedy(engine: Engine, prompt: list[int]) -> list[int]:
     return ids
 
 
-def make_tuples(draft: Transformer, tokenizer: Tokenizer, writer: Writer, seed: int, unseen: frozenset[str]) -> list[JudgeTuple]:
+def make_tuples(draft: Transformer, tokenizer: Tokenizer, writer: Writer, seed: int, unseen: frozenset[str]) -> list[Tuple]:
     """The judge's training set: half the wrong answers are the draft's own, half have a mistake planted in the draft's
     wording; the right ones are in any mixture of wordings."""
     rng = random.Random(f"{seed} tuples")
     engine = Engine(draft, max_len=384)
-    tuples: list[JudgeTuple] = []
+    tuples: list[Tuple] = []
     own = 0
     with tqdm(total=TUPLES, desc="judge tuples") as bar:
         for problem in task.training_problems(rng, unseen):
@@ -449,28 +461,9 @@ def make_tuples(draft: Transformer, tokenizer: Tokenizer, writer: Writer, seed: 
                 own += 1
             else:
                 wrong, span = planted_mistake(spoken, rng)
-            tuples.append(JudgeTuple(problem.question, correct, wrong, span))
+            tuples.append(Tuple(problem.question, correct, wrong, span))
             bar.update()
     return tuples
-
-
-def to_examples(tuples: list[JudgeTuple], tokenizer: Tokenizer) -> list[Example]:
-    """Both answers of every tuple with a label for each token; the stop token belongs to a right answer."""
-    examples: list[Example] = []
-    for number, item in enumerate(tuples):
-        prompt = tokenizer.encode_chat([{"role": "user", "content": item.question}])
-        for text, mistake in ((item.correct, None), (item.wrong, item.mistake)):
-            ids = tokenizer.encode(text)
-            spans, end = [], 0
-            for i in ids:
-                piece = tokenizer.token_bytes(i) or b""
-                spans.append((end, end + len(piece)))  # the task's text is ASCII: a byte is a character
-                end += len(piece)
-            labels = span_labels(spans, mistake, "span")
-            if mistake is None:
-                ids, labels = [*ids, EOS], [*labels, 1]
-            examples.append(Example(number, prompt, ids, labels))
-    return examples
 
 
 def main() -> None:
@@ -494,7 +487,7 @@ def main() -> None:
     pieces = spm.SentencePieceProcessor(model_file=str(tokenizer_file))
     unseen = frozenset(problem.question for problem in task.unseen_problems(1000))
     every, second = Writer(pieces, (task.FIRST, task.SECOND, task.THIRD)), Writer(pieces, (task.SECOND,))
-    corpora = ((TARGET, lambda s: target_rows(every, s, unseen)), (DRAFT, lambda s: draft_rows(second, s, unseen)))
+    corpora = ((TARGET, lambda s, step: target_rows(every, s, step, unseen)), (DRAFT, lambda s, _: draft_rows(second, s, unseen)))
     for recipe, corpus in corpora:
         weights = train(recipe, corpus, args.seed, args.work)
         save_model(args.out / recipe.name, recipe, weights, tokenizer_file.read_bytes())
@@ -503,9 +496,9 @@ def main() -> None:
     draft = load_model(args.out / "draft", torch.float32)
     tuples = make_tuples(draft, tokenizer, second, args.seed, unseen)
     with (args.out / "judge_tuples.jsonl").open("w") as file:
-        file.writelines(json.dumps(vars(item)) + "\n" for item in tuples)
+        file.writelines(json.dumps(item._asdict()) + "\n" for item in tuples)
     target = load_model(args.out / "target", torch.float32)
-    result = train_head(*features(target, to_examples(tuples, tokenizer), "post_norm"), seed=args.seed)
+    result = train_head(*features(target, to_examples(tuples, tokenizer), "post_norm"), seed=args.seed, lr=1e-3)
     head = Head(result.weight, result.bias, "post_norm", "demo/target", fingerprint(args.out / "target"))
     head.save(args.out / "judge.pt")
     print(f"judge: AUC {result.auc:.4f}, wrong tokens stopped {result.recall:.2%}, right tokens kept {result.kept:.2%}")

@@ -138,9 +138,10 @@ def test_a_damaged_checkpoint_takes_one_line_and_status_2(house, tmp_path, monke
     elif fault == "architecture":
         (folder / "config.json").write_text(json.dumps(hf_config("llama3", architectures=["MambaForCausalLM"])))
     elif fault == "missing shard":
-        index = {"weight_map": {"norm.weight": "model-00001-of-00002.safetensors", "embed.weight": "model-00002-of-00002.safetensors"}}
+        files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+        index = {"weight_map": {"norm.weight": files[0], "embed.weight": files[1]}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        path.rename(folder / "model-00001-of-00002.safetensors")
+        path.rename(folder / files[0])
     else:
         if fault == "missing key":
             del weights["layers.1.w2.weight"]
