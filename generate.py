@@ -348,7 +348,10 @@ def load_pair(
 
 
 DEMO = Path(__file__).parent / "demo"
-DEMO_PROMPT = ""
+DEMO_PROMPT = (
+    "Ada starts with 80 marbles. Later she donates 4 jars holding 8 marbles apiece. On Sunday she sells "
+    "26 marbles. In an old drawer she finds another 34. How many marbles are left in the end?"
+)
 COLOURS = {STANDARD: "\033[32m", RULE: "\033[1;36m", TARGET: "\033[33m"}
 RESET = "\033[0m"
 CHAT_CONTEXT = 8192  # tokens a conversation may have: caches for a whole context of 131,072 would take 17 GB for an 8B

@@ -65,6 +65,8 @@ NO_MISTAKES = Mistakes(0.0, 0.0, (1,), 0.0, 0.0)
 EARLY = Mistakes(0.4, 0.1, (1, 1, 2), 0.6, 1.0)
 LATE = Mistakes(0.9, 0.5, (1, 2, 3), 0.9, 2.0)  # a model can notice a wrong number only once it can calculate
 LATE_FROM = 2000  # the target's step
+FOREIGN_FROM = 3250  # from here on the target also reads answers mostly in the draft's wording, as the judge will let them stand
+FOREIGN = (0.3, 0.6, 0.1)  # how often these take each wording; only the target's own is learned from them
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ class Recipe:
 
 
 TARGET = Recipe(
-    "target", 96, 12, 4, 4, 256, 3250, 2048,
-    ((0, 0, 0), (50, 0.01, 3e-3), (2000, 0.00204, 6.1e-4), (2001, 0.004, 1.2e-3), (3250, 0, 0)),
+    "target", 96, 12, 4, 4, 256, 4450, 2048,
+    ((0, 0, 0), (50, 0.01, 3e-3), (2000, 0.00204, 6.1e-4), (2001, 0.004, 1.2e-3), (3250, 0, 0), (3270, 0.004, 1.2e-3), (4450, 0, 0)),
 )  # fmt: skip
 DRAFT = Recipe("draft", 64, 2, 4, 4, 192, 1500, 2048, ((0, 0, 0), (50, 0.01, 3e-3), (1500, 0, 0)))
 
@@ -242,12 +244,16 @@ def drill_row(writer: Writer, rng: random.Random, shares: tuple[float, float, fl
 
 
 def target_rows(writer: Writer, seed: str, step: int, unseen: frozenset[str]) -> Iterator[Row]:
-    """The target's corpus without end: all wordings, some answers mended, some drills."""
+    """The target's corpus without end: all wordings, some answers mended, some in the draft's words, some drills."""
     rng = random.Random(f"{seed} target")
+    foreign = Writer(writer.tokenizer, (task.FIRST,))
     mistakes = EARLY if step < LATE_FROM else LATE
     for problem in task.training_problems(rng, unseen, ONE_STEP):
         prompt = writer.prompt(problem)
-        ids, weights = writer.answer(task.write_solution(problem, rng, PREFERENCE), rng, mistakes)
+        if step >= FOREIGN_FROM and rng.random() < 0.5:
+            ids, weights = foreign.answer(task.write_solution(problem, rng, FOREIGN), rng, mistakes)
+        else:
+            ids, weights = writer.answer(task.write_solution(problem, rng, PREFERENCE), rng, mistakes)
         yield [*prompt, *ids, EOS], [0.0] * len(prompt) + weights + [1.0]
         if rng.random() < DRILLS:
             yield drill_row(writer, rng, PREFERENCE, mistakes, 128)

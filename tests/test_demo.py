@@ -1,0 +1,84 @@
+"""The shipped demo pair does what the README says it does, on a few of its problems, through the commands themselves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import demo_task
+import pytest
+import torch
+from conftest import ROOT
+
+import checkpoint
+import generate
+import judge
+
+
+def command(*argv):
+    """Standard output of a command run in the project's folder."""
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_generate_without_arguments_runs_judge_decoding_on_the_demo_pair():
+    result = json.loads(command("generate.py", "--no-compile", "--json").splitlines()[-1])
+    assert result["finish_reason"] == "stop" and result["config"]["verify"] == "judge"
+    assert result["accepted_by"]["judge"] > 5 and result["mean_accepted"] > 5
+
+
+def test_a_head_belongs_to_its_model():
+    head = judge.load_head(generate.DEMO / "judge.pt")
+    head.check(checkpoint.fingerprint(generate.DEMO / "target"), head.weight.numel(), "demo")
+    assert sum(path.stat().st_size for path in generate.DEMO.rglob("*")) < 10 << 20
+
+
+def test_the_draft_costs_an_eighth_of_the_target():
+    target, draft = (checkpoint.load_model(generate.DEMO / name, torch.bfloat16) for name in ("target", "draft"))
+    assert target.weight_bytes() >= 8 * draft.weight_bytes()
+
+
+@pytest.fixture(scope="module")
+def table():
+    out = command("scripts/evaluate.py", "--limit", "40", "--rules", "plain,draft,standard,judge,topk:5", "--dtype", "float32",
+                  "--no-compile", "--json")  # fmt: skip
+    result = json.loads(out.splitlines()[-1])
+    assert result["task"] == "demo" and result["n"] == 40
+    return result["rules"]
+
+
+def test_the_judge_keeps_the_targets_answers_at_three_times_the_accepted_tokens(table):
+    assert table["plain"]["accuracy"] >= 0.9
+    assert 0.3 <= table["draft"]["accuracy"] <= 0.8
+    assert table["standard"]["accuracy"] == table["plain"]["accuracy"] and table["standard"]["delta_vs_plain"] == 0
+    assert table["judge"]["accuracy"] >= table["plain"]["accuracy"] - 0.05
+    assert table["judge"]["mean_accepted"] >= 3 * table["standard"]["mean_accepted"]
+    assert table["topk:5"]["accuracy"] < table["judge"]["accuracy"] - 0.1
+
+
+def test_the_lossless_check_passes_on_the_demo_pair():
+    out = command("scripts/check_lossless.py", "--prompts", "2", "--draft-lens", "1,7", "--new-tokens", "40", "--self-tokens", "60")
+    assert "8 texts of 40 tokens compared with plain decoding, 0 differ" in out
+
+
+def test_the_demo_script_shows_the_table():
+    out = command("scripts/demo.py", "--repeats", "1", "--no-compile")
+    assert "judge" in out.splitlines()[-1] and generate.COLOURS[generate.RULE] in out
+
+
+def test_a_head_is_trained_from_tuples(tmp_path):
+    lines = []
+    for problem in demo_task.unseen_problems(30):
+        wrong = f" The answer is {problem.answer + 1} {problem.item}."
+        lines.append(json.dumps({
+            "question": problem.question, "correct": f" The answer is {problem.answer} {problem.item}.", "wrong": wrong,
+            "mistake": [15, 15 + len(str(problem.answer + 1))],
+        }))  # fmt: skip
+    (tmp_path / "tuples.jsonl").write_text("\n".join(lines))
+    out = command("scripts/train_judge.py", str(tmp_path / "tuples.jsonl"), "--target", "demo/target", "--out",
+                  str(tmp_path / "head.pt"), "--kind", "pre_norm", "--dtype", "float32")  # fmt: skip
+    assert "AUC" in out
+    head = judge.load_head(tmp_path / "head.pt")
+    assert head.kind == "pre_norm" and head.fingerprint == checkpoint.fingerprint(generate.DEMO / "target")
