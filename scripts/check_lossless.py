@@ -47,12 +47,13 @@ def logit_gap(model: Transformer, text: list[int]) -> float:
 
 def self_drafted(target: Transformer, prompt: list[int], n: int) -> tuple[int, int]:
     """(accepted, drafted) tokens over n new ones when the target drafts for itself, 8 at a time."""
+    prompt = prompt[: max(2, target.config.max_seq_len - n - 9)]  # so that the text fits into a short context
     engine = Engine(target, target, draft_len=8, max_len=len(prompt) + n + 9)
     engine.prefill(prompt)
-    accepted = drafted = 0
+    accepted = drafted = new = 0
     for now in engine.rounds(len(prompt)):
-        accepted, drafted = accepted + len(now.tokens) - 1, drafted + 8
-        if accepted >= n:
+        accepted, drafted, new = accepted + len(now.tokens) - 1, drafted + 8, new + len(now.tokens)
+        if new >= n:
             break
     return accepted, drafted
 
