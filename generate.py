@@ -27,11 +27,10 @@ from torch import Tensor
 import checkpoint
 from errors import Parser, UserError, run_cli
 from judge import RULES, Block, Head, check_threshold, load_head, next_distribution, verdict
-from model import Cache, Transformer
+from model import PREFILL_CHUNK, Cache, Transformer, common_length
 from tokenizer import Output, Tokenizer, check_same_vocabulary, load_tokenizer
 
 FIRST_BUCKET = 128  # the cache is read in lengths of 128, 256, 512, ...
-PREFILL_CHUNK = 256  # tokens read at once from a prompt
 DRAFT, STANDARD, RULE, TARGET = "draft", "standard", "rule", "target"
 
 
@@ -201,7 +200,7 @@ class Engine:
         self.tokens[: len(prompt)] = ids
         self.pos.fill_(len(prompt) - 1)
         read = list(prompt[:-1])
-        known = next((i for i, (a, b) in enumerate(zip(self.prefix, read)) if a != b), min(len(self.prefix), len(read)))
+        known = common_length(self.prefix, read)
         self.prefix = read
         for start in range(known, len(read), PREFILL_CHUNK):
             positions = torch.arange(start, min(start + PREFILL_CHUNK, len(read)), device=self.device)
@@ -310,6 +309,11 @@ class Generation:
     @property
     def tokens_per_s(self) -> float:
         return len(self.output.tokens) / self.decode_s
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted drafted tokens a round (the paper's m*), those cut off left out."""
+        return (self.accepted(STANDARD) + self.accepted(RULE)) / len(self.rounds)
 
     def accepted(self, who: str) -> int:
         """Drafted tokens of the trimmed text that ``who`` (STANDARD or RULE) accepted."""
@@ -448,9 +452,8 @@ class Setup:
         """A prompt's ids. Raises UserError when it is empty or leaves no room for the new tokens."""
         if not prompt or not prompt[-1]:
             raise UserError("the prompt is empty; give some text")
-        if isinstance(prompt, str) and not self.args.raw and self.tokenizer.has_chat_template:
-            prompt = [{"role": "user", "content": prompt}]
-        ids = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)
+        tokenizer = self.tokenizer
+        ids = tokenizer.encode_question(prompt, self.args.raw) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
         if len(ids) > self.context:
             raise UserError(f"the prompt has {len(ids)} tokens; the context is {self.context}")
         if len(ids) + self.args.max_new_tokens > self.context:
@@ -528,9 +531,8 @@ def run_once(setup: Setup, engine: Engine, prompt: list[int], seed: int, colour:
 def summary(run: Generation) -> str:
     """One line about a run, for people."""
     n, rounds = len(run.output.tokens), len(run.rounds)
-    accepted = (run.accepted(STANDARD) + run.accepted(RULE)) / rounds
     return (
-        f"[{n} tokens in {rounds} rounds: {accepted:.1f} drafted tokens accepted a round "
+        f"[{n} tokens in {rounds} rounds: {run.mean_accepted:.1f} drafted tokens accepted a round "
         f"({run.accepted(STANDARD)} by the standard test, {run.accepted(RULE)} by the rule alone); "
         f"{run.tokens_per_s:.1f} tokens/s, prefill {run.prefill_s:.2f} s]"
     )

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, read_jsonl
-from model import Cache, Transformer
+from model import PREFILL_CHUNK, Cache, Transformer, common_length
 from tokenizer import Tokenizer
 
 KINDS = ("pre_norm", "post_norm")
@@ -255,12 +255,10 @@ def to_examples(tuples: Sequence[Tuple], tokenizer: Tokenizer, label_rule: str =
     Args:
         raw: the questions are whole prompts, not to be put into the chat template.
     """
-    chat = not raw and tokenizer.has_chat_template
     stop = sorted(tokenizer.eos_ids)[:1]
     examples = []
     for number, item in enumerate(tuples):
-        messages = [{"role": "user", "content": item.question}]
-        prompt = tokenizer.encode_chat(messages) if chat else tokenizer.encode_prompt(item.question)
+        prompt = tokenizer.encode_question(item.question, raw)
         for text, mistake in ((item.correct, None), (item.wrong, item.mistake)):
             ids = tokenizer.encode(text)
             labels = span_labels(token_spans(tokenizer, ids, text), mistake, label_rule)
@@ -310,9 +308,8 @@ def features(
     states, labels, questions = [], [], []
     last: list[int] = []
     for example, text in progress(list(zip(examples, texts))):
-        known = next((i for i, (a, b) in enumerate(zip(last, text)) if a != b), min(len(last), len(text)))
-        for start in range(known, len(text), 256):
-            positions = torch.arange(start, min(start + 256, len(text)), device=device)
+        for start in range(common_length(last, text), len(text), PREFILL_CHUNK):
+            positions = torch.arange(start, min(start + PREFILL_CHUNK, len(text)), device=device)
             ids = torch.tensor(text, device=device)[positions]
             hidden[positions] = model.step(ids, positions, cache, int(positions[-1]) + 1, compiled=False)
         last = text

@@ -11,7 +11,7 @@ S = positions of the cache that are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from errors import UserError
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
+PREFILL_CHUNK = 256  # tokens read at once from a text that is given
 JUDGE_ROWS = 8  # rows added to the output projection for the one judge row: eight keep the product aligned
 
 
@@ -272,6 +273,11 @@ class Block(nn.Module):
         attended = F.scaled_dot_product_attention(q[None], k_cache[None], v_cache[None], attn_mask=mask)[0]
         x = x + self.wo(attended.unflatten(1, (-1, T)).permute(2, 0, 1, 3).flatten(1))
         return x + self.feed_forward(x)
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 class Transformer(nn.Module):

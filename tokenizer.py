@@ -148,6 +148,12 @@ class Tokenizer:
             return {key: self._fence(item) for key, item in value.items()}
         return value
 
+    def encode_question(self, text: str, raw: bool = False) -> list[int]:
+        """Ids of a single question: through the chat template where there is one, unless it is to be taken raw."""
+        if raw or not self.has_chat_template:
+            return self.encode_prompt(text)
+        return self.encode_chat([{"role": "user", "content": text}])
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, control tokens left out, bytes that aren't UTF-8 as U+FFFD."""
         stream = self.stream()

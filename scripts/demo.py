@@ -39,7 +39,7 @@ def main() -> None:
         raise UserError(f"--problem {args.problem}, --repeats {args.repeats}: 0 to 999, and at least 1")
     problem = demo_task.unseen_problems(args.problem + 1)[-1]
     tokenizer = load_tokenizer(DEMO / "target")
-    prompt = tokenizer.encode_chat([{"role": "user", "content": problem.question}])
+    prompt = tokenizer.encode_question(problem.question)
     head = load_head(DEMO / "judge.pt")
     target, draft = load_pair(DEMO / "target", DEMO / "draft", head, torch.float32, "cpu")
     length = len(prompt) + 200
@@ -65,11 +65,10 @@ def main() -> None:
     print(f"{'':12} {'tokens/s':>9} {'m*':>6} {'tokens a round':>15}  answer")
     for name, several in runs.items():
         run, rounds = several[0], len(several[0].rounds)
-        accepted = (run.accepted(STANDARD) + run.accepted(RULE)) / rounds
         said = demo_task.extract_answer(run.output.text)
         verdict = "right" if demo_task.is_right(problem, run.output.text) else f"wrong (it is {problem.answer})"
         speed = statistics.median(r.tokens_per_s for r in several)
-        print(f"{name:12} {speed:9.0f} {accepted:6.1f} {len(run.output.tokens) / rounds:15.1f}  {said}, {verdict}")
+        print(f"{name:12} {speed:9.0f} {run.mean_accepted:6.1f} {len(run.output.tokens) / rounds:15.1f}  {said}, {verdict}")
 
 
 if __name__ == "__main__":

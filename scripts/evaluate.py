@@ -91,9 +91,7 @@ TASKS = {"demo": Task(demo_problems, 200, False), "gsm8k": Task(gsm8k_problems, 
 
 def encode_problem(tokenizer: Tokenizer, problem: Problem, task: str) -> list[int]:
     """The prompt's ids, through the chat template where the task wants it and there is one."""
-    if TASKS[task].raw or not tokenizer.has_chat_template:
-        return tokenizer.encode_prompt(problem.prompt)
-    return tokenizer.encode_chat([{"role": "user", "content": problem.prompt}])
+    return tokenizer.encode_question(problem.prompt, TASKS[task].raw)
 
 
 @dataclass(frozen=True)
