@@ -22,7 +22,7 @@ def main() -> None:
     p.add_argument("--target", required=True, metavar="NAME", help="checkpoint the head is for")
     p.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to")
     p.add_argument("--kind", choices=KINDS, default="post_norm", help="state the head reads (default: post_norm)")
-    p.add_argument("--labels", choices=LABEL_RULES, default="span", help="what follows a mistake: left out or wrong (default: span)")
+    p.add_argument("--labels", choices=LABEL_RULES, default="span", help="what follows a mistake: left out or wrong (span)")
     p.add_argument("--raw", action="store_true", help="the questions are whole prompts: no chat template")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="the target's (default: bfloat16)")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")

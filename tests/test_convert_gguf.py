@@ -34,10 +34,12 @@ CORPUS = [
     "日本語 naïve 🎉",
 ] * 4
 MIXED = [
-    "The target's draft", "WE'RE  2  345  1", "  x\r\n\r\n\ty \n\n", "日本語のe\u0301 🎉", "a<|im_end|>b", "<s>the", "٣٤ ½", " ", "",
+    "The target's draft", "WE'RE  2  345  1", "  x\r\n\r\n\ty \n\n", "日本語のe\u0301 🎉", "a<|im_end|>b", "<s>the", "٣٤ ½", " ",
+    "",
 ]  # fmt: skip
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}  # fmt: skip
+MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+           "qwen3": (Qwen3Config, Qwen3ForCausalLM)}  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -338,7 +340,8 @@ def test_sentencepiece_merges_by_score(make, tmp_path, better, pieces):
         ({"meta": {"rope.scaling.type": "yarn"}}, "type 'yarn' isn't supported"),
         ({"meta": {"block_count": 3}}, "tensor 'blk.2.attn_k.weight' is missing"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, "tensor 'blk.1.ffn_up.weight' is missing"),
-        ({"tensors": {"blk.1.ffn_up.scale": np.ones(1, np.float32)}}, "tensor 'blk.1.ffn_up.scale' isn't part of a LlamaForCausalLM"),
+        ({"tensors": {"blk.1.ffn_up.scale": np.ones(1, np.float32)}},
+         "tensor 'blk.1.ffn_up.scale' isn't part of a LlamaForCausalLM"),
         ({"tensors": {"rope_freqs.weight": np.linspace(1, 3, 16, dtype=np.float32)}}, "isn't Llama 3's scaling"),
         ({"tensors": {"output_norm.weight": np.full(64, np.nan, np.float32)}}, "output_norm.weight holds numbers beyond"),
     ],

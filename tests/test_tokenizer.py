@@ -249,7 +249,8 @@ def test_original_llama3_files(copy):
     assert tokenizer.n_tokens == 265 + 256
     # 128000 + n in the published vocabulary
     at = {name: 265 + n for n, name in {0: "<|begin_of_text|>", 1: "<|end_of_text|>", 6: "<|start_header_id|>",
-                                        8: "<|eom_id|>", 9: "<|eot_id|>", 255: "<|reserved_special_token_247|>"}.items()}  # fmt: skip
+                                        8: "<|eom_id|>", 9: "<|eot_id|>",
+                                         255: "<|reserved_special_token_247|>"}.items()}  # fmt: skip
     assert {name: tokenizer.vocabulary.special[name] for name in at} == at
     assert tokenizer.eos_ids == {at["<|end_of_text|>"], at["<|eom_id|>"], at["<|eot_id|>"]}
     assert tokenizer.encode_prompt("the") == [at["<|begin_of_text|>"], 257]
