@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from errors import UserError
+from errors import UserError, read_json
+from judge import Head, load_head
 from model import Config, Transformer
+from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 
 ROOT = Path("checkpoints")
 LAYOUT = "fused-1"  # in every weight file's metadata: these names, q/k/v and gate/up fused, half-split RoPE
@@ -61,19 +64,6 @@ def find_checkpoint(name: str, root: Path = ROOT) -> Path:
     if fits:
         raise UserError(f"{name!r} fits several checkpoints under {root}/: {listing}; give one whole name")
     raise UserError(f"no checkpoint {name!r}: no such folder, and {root}/ holds {listing}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises UserError when it is missing or isn't one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} can't be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")
-    return value
 
 
 def load_config(folder: Path) -> Config:
@@ -189,6 +179,42 @@ def fingerprint(folder: Path) -> str:
     for name in sorted(parts):
         digest.update(name.encode() + parts[name])
     return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target with its draft and its head, found and checked to fit together; no weights are read yet."""
+
+    target: Path
+    draft: Path | None
+    head: Head | None
+    tokenizer: Tokenizer
+    context: int  # tokens that both models have room for
+
+    def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Transformer, Transformer | None]:
+        """Both models, the head fused into the target's output projection."""
+        model = load_model(self.target, dtype, device)
+        if self.head is not None:
+            model.fuse_judge(self.head.weight, self.head.bias, self.head.kind)
+        return model, load_model(self.draft, dtype, device) if self.draft is not None else None
+
+
+def find_pair(target: str, draft: str | None = None, judge: Path | None = None) -> Pair:
+    """Find the checkpoints by name (see ``find_checkpoint``) and the head by its file, and check that they fit together.
+
+    Raises:
+        UserError: one of them isn't there, can't be read or doesn't fit: different vocabularies, a head made for another model.
+    """
+    folder, config = find_checkpoint(target), load_config(find_checkpoint(target))
+    tokenizer, context, other = load_tokenizer(folder), config.max_seq_len, None
+    if draft is not None:
+        other = find_checkpoint(draft)
+        context = min(context, load_config(other).max_seq_len)
+        check_same_vocabulary(tokenizer, load_tokenizer(other), str(folder), str(other))
+    head = load_head(judge) if judge is not None else None
+    if head is not None:
+        head.check(fingerprint(folder), config.dim, str(folder))
+    return Pair(folder, other, head, tokenizer, context)
 
 
 class CheckpointWriter:

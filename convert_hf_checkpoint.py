@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
-from errors import Parser, UserError, run_cli
+from errors import Parser, UserError, read_json, run_cli
 from model import Config
 
 # Hugging Face's name within a layer -> ours, and the place of the part in a fused weight
@@ -85,7 +85,7 @@ def convert(source: Path, target: Path, dtype: torch.dtype | None) -> None:
     Raises:
         UserError: the source is incomplete or of an unknown architecture, or ``target`` is a checkpoint already.
     """
-    raw = checkpoint.read_json(source / "config.json")
+    raw = read_json(source / "config.json")
     config = checkpoint.load_config(source)
     sources: dict[str, Path] = {}
     for path in checkpoint.weight_files(source):

@@ -24,6 +24,21 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists what there is)")
 
 
+def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises UserError when it isn't one, or is missing (with ``missing_ok`` that is {})."""
+    if missing_ok and not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
 def read_jsonl(path: Path, parse: Callable[[Any], T]) -> list[T]:
     """What ``parse`` makes of each line of a JSON-lines file; it may raise ValueError, KeyError or TypeError.
 

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +26,9 @@ from torch import Tensor
 
 import checkpoint
 from errors import Parser, UserError, run_cli
-from judge import RULES, Block, Head, check_threshold, load_head, next_distribution, verdict
+from judge import RULES, Block, check_threshold, default_threshold, next_distribution, verdict
 from model import PREFILL_CHUNK, Cache, Transformer, common_length
-from tokenizer import Output, Tokenizer, check_same_vocabulary, load_tokenizer
+from tokenizer import Output
 
 FIRST_BUCKET = 128  # the cache is read in lengths of 128, 256, 512, ...
 DRAFT, STANDARD, RULE, TARGET = "draft", "standard", "rule", "target"
@@ -341,16 +341,6 @@ def generate(engine: Engine, prompt: Sequence[int], output: Output, seed: int | 
     return Generation(output, prefilled - start, time.perf_counter() - prefilled, rounds)
 
 
-def load_pair(
-    target: Path, draft: Path | None, head: Head | None, dtype: torch.dtype, device: str
-) -> tuple[Transformer, Transformer | None]:
-    """Load the models, the head fused into the target's output projection."""
-    model = checkpoint.load_model(target, dtype, device)
-    if head is not None:
-        model.fuse_judge(head.weight, head.bias, head.kind)
-    return model, checkpoint.load_model(draft, dtype, device) if draft is not None else None
-
-
 DEMO = Path(__file__).parent / "demo"
 DEMO_PROMPT = (
     "Ada starts with 80 marbles. Later she donates 4 jars holding 8 marbles apiece. On Sunday she sells "
@@ -429,30 +419,17 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 @dataclass
 class Setup:
-    """What the command line named, found and checked; no weights are loaded yet."""
+    """What the command line asked for."""
 
     args: argparse.Namespace
-    target: Path
-    draft: Path | None = None
-    head: Head | None = None
-    context: int = 0
-    tokenizer: Tokenizer = field(init=False)
-
-    def __post_init__(self) -> None:
-        config = checkpoint.load_config(self.target)
-        self.tokenizer, self.context = load_tokenizer(self.target), config.max_seq_len
-        if self.draft is not None:
-            self.context = min(self.context, checkpoint.load_config(self.draft).max_seq_len)
-            check_same_vocabulary(self.tokenizer, load_tokenizer(self.draft), str(self.target), str(self.draft))
-        if self.args.judge is not None:
-            self.head = load_head(self.args.judge)
-            self.head.check(checkpoint.fingerprint(self.target), config.dim, str(self.target))
+    pair: checkpoint.Pair
+    context: int
 
     def encode(self, prompt: str | list[dict[str, str]]) -> list[int]:
         """A prompt's ids. Raises UserError when it is empty or leaves no room for the new tokens."""
         if not prompt or not prompt[-1]:
             raise UserError("the prompt is empty; give some text")
-        tokenizer = self.tokenizer
+        tokenizer = self.pair.tokenizer
         ids = tokenizer.encode_question(prompt, self.args.raw) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
         if len(ids) > self.context:
             raise UserError(f"the prompt has {len(ids)} tokens; the context is {self.context}")
@@ -466,10 +443,10 @@ class Setup:
     def load(self, max_len: int) -> Engine:
         """Load the models and allocate an engine for texts of ``max_len`` tokens."""
         a = self.args
-        target, draft = load_pair(self.target, self.draft, self.head, checkpoint.DTYPES[a.dtype], a.device)
+        target, draft = self.pair.load(checkpoint.DTYPES[a.dtype], a.device)
         threshold = a.threshold
         if threshold is None and a.verify in RULES:
-            threshold = self.head.threshold if self.head is not None and a.verify == "judge" else RULES[a.verify].default
+            threshold = default_threshold(a.verify, self.pair.head)
         return Engine(
             target, draft, draft_len=a.draft_len, verify=a.verify, threshold=threshold or 0.0, sampling=sampling_of(a),
             max_len=max_len, compile=not a.no_compile,
@@ -505,7 +482,7 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
         "bandwidth_gb_s": statistics.median(read * len(r.rounds) / r.decode_s for r in runs) / 1e9,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else peak,
         "config": {
-            "target": str(setup.target), "draft": str(setup.draft) if setup.draft else None,
+            "target": str(setup.pair.target), "draft": str(setup.pair.draft) if setup.pair.draft else None,
             "judge": str(a.judge) if a.judge else None, "verify": engine.verify,
             "threshold": engine.threshold if engine.verify in RULES else None, "draft_len": engine.M,
             "temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed, "dtype": a.dtype,
@@ -522,7 +499,7 @@ def run_once(setup: Setup, engine: Engine, prompt: list[int], seed: int, colour:
     def emit(piece: str, who: str) -> None:
         print(f"{COLOURS[who]}{piece}{RESET}" if colour else piece, end="", file=stream, flush=True)
 
-    output = Output(setup.tokenizer, setup.args.max_new_tokens, setup.args.stop, emit)
+    output = Output(setup.pair.tokenizer, setup.args.max_new_tokens, setup.args.stop, emit)
     run = generate(engine, prompt, output, seed)
     print(file=stream, flush=True)
     return run
@@ -553,7 +530,7 @@ def chat(setup: Setup, colour: bool) -> None:
             continue
         messages.append({"role": "user", "content": text})
         try:
-            raw = setup.args.raw or not setup.tokenizer.has_chat_template
+            raw = setup.args.raw or not setup.pair.tokenizer.has_chat_template
             run = run_once(setup, engine, setup.encode(text if raw else messages), setup.args.seed, colour)
         except UserError as error:
             print(f"{error}; starting afresh", file=sys.stderr)
@@ -565,8 +542,8 @@ def chat(setup: Setup, colour: bool) -> None:
 
 def main() -> None:
     args = parse_args()
-    draft = checkpoint.find_checkpoint(args.draft) if args.draft is not None else None
-    setup = Setup(args, checkpoint.find_checkpoint(args.target), draft)
+    pair = checkpoint.find_pair(args.target, args.draft, args.judge)
+    setup = Setup(args, pair, pair.context)
     colour = args.show or (sys.stdout.isatty() and not args.json)
     if args.interactive:
         return chat(setup, colour)

@@ -104,6 +104,11 @@ def check_threshold(verify: str, threshold: float) -> None:
         raise UserError(f"--threshold is {threshold:g}; for the rule {verify} it is {rule.knob}, {whole}{limits}")
 
 
+def default_threshold(verify: str, head: Head | None) -> float:
+    """The rule's knob where nobody set it: the head's own δ for the judge."""
+    return head.threshold if head is not None and verify == "judge" else RULES[verify].default
+
+
 def standard_test(block: Block, uniform: Tensor | None) -> Tensor:
     """Speculative sampling's own test (arXiv 2211.17192), [M] bool.
 
@@ -283,9 +288,7 @@ def span_labels(pieces: Sequence[tuple[int, int]], mistake: tuple[int, int] | No
     if mistake is None:
         return [RIGHT] * len(pieces)
     after = WRONG if label_rule == "rest" else IGNORE
-    return [
-        RIGHT if max(end, start + 1) <= mistake[0] else WRONG if start < mistake[1] else after for start, end in pieces
-    ]
+    return [RIGHT if max(end, start + 1) <= mistake[0] else WRONG if start < mistake[1] else after for start, end in pieces]
 
 
 @torch.inference_mode()

@@ -302,8 +302,10 @@ class Transformer(nn.Module):
 
     def tie(self) -> None:
         """Let the embedding and the first V rows of the output projection be the same memory."""
-        self.embed.weight = self.output.weight if self.judge_kind is None else nn.Parameter(
-            self.output.weight[: self.config.vocab_size], requires_grad=False
+        self.embed.weight = (
+            self.output.weight
+            if self.judge_kind is None
+            else nn.Parameter(self.output.weight[: self.config.vocab_size], requires_grad=False)
         )
 
     def hidden(self, tokens: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import tiktoken
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from errors import UserError
+from errors import UserError, read_json
 
 FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
 
@@ -318,9 +318,7 @@ def _from_tokenizer_json(path: Path, settings: dict[str, Any]) -> Vocabulary:
     elif kinds & {"ByteFallback", "Metaspace"}:
         to_bytes, strips_space = _sentencepiece_bytes, any(_strips_space(step) for step in steps)
     else:
-        raise UserError(
-            f"{path}: its decoder is {', '.join(sorted(kinds))}; supported are ByteLevel, ByteFallback and Metaspace"
-        )
+        raise UserError(f"{path}: its decoder is {', '.join(sorted(kinds))}; supported are ByteLevel, ByteFallback and Metaspace")
 
     vocab = tokenizer.get_vocab()
     added = tokenizer.get_added_tokens_decoder()
@@ -423,7 +421,7 @@ def _from_tiktoken(path: Path, settings: dict[str, Any]) -> Vocabulary:
     ends: tuple[str, ...] = ()
     if not special:
         size = len(ranks) + len(LLAMA3_CONTROL)
-        expected = _read_json(path.parent / "config.json").get("vocab_size", size)
+        expected = read_json(path.parent / "config.json", missing_ok=True).get("vocab_size", size)
         if expected != size:  # the control tokens' ids follow from the number of ranks, so it had better be right
             raise UserError(
                 f"{path}: {len(ranks)} ranks and {size - len(ranks)} control tokens aren't the {expected} of config.json"
@@ -471,25 +469,16 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str]:
     return re.compile("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")" if names else "((?!))")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} when there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: should hold a JSON object, holds a {type(value).__name__}")
-    return value
-
-
 def _settings(folder: Path) -> dict[str, Any]:
     """`tokenizer_config.json` and the small files around it as one, names of tokens and the chat template as plain strings."""
-    settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-    settings["added_tokens"] = _read_json(folder / "added_tokens.json")
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        settings |= read_json(folder / name, missing_ok=True)
+    settings["added_tokens"] = read_json(folder / "added_tokens.json", missing_ok=True)
     for key in NAMED:
         if isinstance(settings.get(key), dict):  # an AddedToken written out
             settings[key] = settings[key]["content"]
-    template = _read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    template = read_json(folder / "chat_template.json", missing_ok=True).get("chat_template", settings.get("chat_template"))
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if (folder / "chat_template.jinja").is_file():
@@ -506,7 +495,7 @@ def _eos_ids(folder: Path, vocabulary: Vocabulary, settings: dict[str, Any]) -> 
     """Every id that ends a text: those that the checkpoint's files name, and the ends of turn that its template writes."""
     ids: set[int] = set()
     for file in ("generation_config.json", "config.json"):
-        value = _read_json(folder / file).get("eos_token_id")
+        value = read_json(folder / file, missing_ok=True).get("eos_token_id")
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
     names = [settings.get("eos_token"), *vocabulary.ends]
     names += [name for name in TURN_ENDS if name in (settings["chat_template"] or "")]

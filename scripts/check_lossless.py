@@ -19,9 +19,7 @@ from tqdm import tqdm
 import checkpoint
 from errors import Parser, UserError, run_cli
 from generate import DEMO, Engine
-from judge import load_head
 from model import Cache, Transformer
-from tokenizer import load_tokenizer
 
 
 def decode(engine: Engine, prompt: list[int], n: int) -> list[int]:
@@ -83,17 +81,11 @@ def main() -> None:
     p.add_argument("--self-tokens", type=int, default=500, metavar="N", help="tokens the target drafts for itself (default: 500)")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="float32", help="default: float32")
     args = p.parse_args()
-    folder, Ms = checkpoint.find_checkpoint(args.target), lengths(args.draft_lens)
-    problems = TASKS[args.task].problems(args.data, args.prompts)
-    tokenizer = load_tokenizer(folder)
-    prompts = [encode_problem(tokenizer, problem, args.task) for problem in problems]
-    target = checkpoint.load_model(folder, checkpoint.DTYPES[args.dtype])
-    draft = checkpoint.load_model(checkpoint.find_checkpoint(args.draft), checkpoint.DTYPES[args.dtype])
-    if args.judge is not None:
-        head = load_head(args.judge)
-        head.check(checkpoint.fingerprint(folder), target.config.dim, str(folder))
-        target.fuse_judge(head.weight, head.bias, head.kind)
-    else:
+    Ms = lengths(args.draft_lens)
+    pair = checkpoint.find_pair(args.target, args.draft, args.judge)
+    prompts = [encode_problem(pair.tokenizer, problem, args.task) for problem in TASKS[args.task].problems(args.data, args.prompts)]
+    target, draft = pair.load(checkpoint.DTYPES[args.dtype])
+    if pair.head is None:
         target.fuse_judge(torch.randn(target.config.dim, generator=torch.Generator().manual_seed(0)), 0.0, "post_norm")
     room = max(map(len, prompts)) + args.new_tokens
     plain = Engine(target, max_len=room)

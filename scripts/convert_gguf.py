@@ -316,9 +316,7 @@ def convert_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any], dict[s
         tokens, types = tokens[:-1], types[:-1]
     tokenizer = byte_level_tokenizer(file, tokens) if kind == "gpt2" else sentencepiece_tokenizer(file, tokens, types)
     added = [(token, token_type) for token, token_type in zip(tokens, types) if token_type in (UNKNOWN, CONTROL, USER_DEFINED)]
-    tokenizer.add_tokens(
-        [AddedToken(token, special=token_type != USER_DEFINED, normalized=False) for token, token_type in added]
-    )
+    tokenizer.add_tokens([AddedToken(token, special=token_type != USER_DEFINED, normalized=False) for token, token_type in added])
 
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in NAMED_TOKENS.items()}
     ids = {name: i for name, i in ids.items() if i is not None and i < len(tokens)}

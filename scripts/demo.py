@@ -12,10 +12,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import demo_task
 import torch
 
+from checkpoint import find_pair
 from errors import Parser, UserError, run_cli
-from generate import COLOURS, DEMO, RESET, RULE, STANDARD, TARGET, Engine, Generation, Output, generate, load_pair
-from judge import load_head
-from tokenizer import load_tokenizer
+from generate import COLOURS, DEMO, RESET, RULE, STANDARD, TARGET, Engine, Generation, Output, generate
 
 LEGEND = {STANDARD: "the standard test accepted it", RULE: "only the judge accepted it", TARGET: "the target's own"}
 
@@ -38,16 +37,16 @@ def main() -> None:
     if not 0 <= args.problem < 1000 or args.repeats < 1:
         raise UserError(f"--problem {args.problem}, --repeats {args.repeats}: 0 to 999, and at least 1")
     problem = demo_task.unseen_problems(args.problem + 1)[-1]
-    tokenizer = load_tokenizer(DEMO / "target")
-    prompt = tokenizer.encode_question(problem.question)
-    head = load_head(DEMO / "judge.pt")
-    target, draft = load_pair(DEMO / "target", DEMO / "draft", head, torch.float32, "cpu")
+    pair = find_pair(str(DEMO / "target"), str(DEMO / "draft"), DEMO / "judge.pt")
+    prompt = pair.tokenizer.encode_question(problem.question)
+    target, draft = pair.load(torch.float32)
+    assert draft is not None and pair.head is not None
     length = len(prompt) + 200
     engines = {
         "draft alone": Engine(draft, max_len=length),
         "plain": Engine(target, max_len=length),
         "standard": Engine(target, draft, draft_len=8, max_len=length),
-        "judge": Engine(target, draft, draft_len=25, verify="judge", threshold=head.threshold, max_len=length),
+        "judge": Engine(target, draft, draft_len=25, verify="judge", threshold=pair.head.threshold, max_len=length),
     }
     if not args.no_compile:
         for model in (target, draft):
@@ -57,7 +56,7 @@ def main() -> None:
     runs: dict[str, list[Generation]] = {name: [] for name in engines}
     for _ in range(args.repeats):
         for name, engine in engines.items():
-            runs[name].append(generate(engine, prompt, Output(tokenizer, 200)))
+            runs[name].append(generate(engine, prompt, Output(pair.tokenizer, 200)))
     print(problem.question)
     for name in ("standard", "judge"):
         print(f"\n{name}: {coloured(runs[name][0])}")

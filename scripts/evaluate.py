@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 import checkpoint
 from errors import Parser, UserError, read_jsonl, run_cli
-from generate import DEMO, RULE, STANDARD, Engine, Output, Sampling, generate, load_pair
-from judge import RULES, check_threshold, load_head
-from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from generate import DEMO, RULE, STANDARD, Engine, Output, Sampling, generate
+from judge import RULES, Head, check_threshold, default_threshold
+from tokenizer import Tokenizer
 
 SHOTS = 4  # worked examples in front of a GSM8K question, from the end of the training file
 
@@ -56,9 +56,14 @@ def final_number(text: str) -> str | None:
     return match.group(1).replace(",", "").removesuffix(".00") if match else None
 
 
+def without_marks(answer: str) -> str:
+    """A GSM8K answer without its calculator marks <<...>>."""
+    return re.sub(r"<<.*?>>", "", answer)
+
+
 def gsm8k_prompt(question: str, shots: list[dict[str, Any]]) -> str:
-    """The question behind worked examples, whose calculator marks are left out."""
-    worked = [f"Question: {row['question']}\nAnswer: {re.sub(r'<<.*?>>', '', row['answer'])}\n\n" for row in shots]
+    """The question behind worked examples."""
+    worked = [f"Question: {row['question']}\nAnswer: {without_marks(row['answer'])}\n\n" for row in shots]
     return "".join(worked) + f"Question: {question}\nAnswer:"
 
 
@@ -103,8 +108,9 @@ class Contender:
     threshold: float
 
 
-def parse_rules(text: str, delta: float) -> list[Contender]:
-    """``plain,draft,standard,judge,topk:5`` to contenders. Raises UserError for an unknown rule or threshold."""
+def parse_rules(text: str, head: Head | None) -> list[Contender]:
+    """``plain,draft,standard,judge,topk:5`` to contenders. Raises UserError for an unknown rule or knob, and for a judge without
+    a head."""
     contenders = []
     for name in text.split(","):
         kind, _, knob = name.partition(":")
@@ -114,10 +120,12 @@ def parse_rules(text: str, delta: float) -> list[Contender]:
         if kind not in RULES:
             raise UserError(f"--rules names {name!r}; there are plain, draft, standard, {', '.join(RULES)}")
         try:
-            threshold = float(knob) if knob else delta if kind == "judge" else RULES[kind].default
+            threshold = float(knob) if knob else default_threshold(kind, head)
         except ValueError:
             raise UserError(f"--rules names {name!r}; what follows the colon must be a number") from None
         check_threshold(kind, threshold)
+        if kind == "judge" and head is None:
+            raise UserError("--rules names judge, which needs --judge FILE")
         contenders.append(Contender(name, kind, threshold))
     return contenders
 
@@ -203,7 +211,7 @@ def parse_args():
     p.add_argument("--draft", default=str(DEMO / "draft"), metavar="NAME", help="default: the demo's")
     p.add_argument("--judge", type=Path, default=None, metavar="FILE", help="judge head (default: the demo's on the demo's target)")
     p.add_argument("--draft-len", type=int, metavar="M", help="for every rule (default: 25, but 8 for the standard test)")
-    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="default: bfloat16")
+    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--no-compile", action="store_true", help="run the blocks uncompiled")
     p.add_argument("--out", type=Path, metavar="FILE", help="append every answer here, and resume from it")
@@ -211,15 +219,15 @@ def parse_args():
     args = p.parse_args()
     if args.limit < 1 or (args.draft_len is not None and args.draft_len < 1):
         raise UserError(f"--limit is {args.limit} and --draft-len {args.draft_len}; both must be at least 1")
-    if args.judge is None and args.target == str(DEMO / "target"):
-        args.judge = DEMO / "judge.pt"
+    if args.target == str(DEMO / "target"):
+        args.judge, args.dtype = args.judge or DEMO / "judge.pt", args.dtype or "float32"
+    args.dtype = args.dtype or "bfloat16"
     return args
 
 
-def build_engines(args, contenders: list[Contender], max_len: int, head) -> dict[str, Engine]:
+def build_engines(args, contenders: list[Contender], max_len: int, pair: checkpoint.Pair) -> dict[str, Engine]:
     """An engine for each contender, all on the same two models."""
-    target_folder, draft_folder = checkpoint.find_checkpoint(args.target), checkpoint.find_checkpoint(args.draft)
-    target, draft = load_pair(target_folder, draft_folder, head, checkpoint.DTYPES[args.dtype], args.device)
+    target, draft = pair.load(checkpoint.DTYPES[args.dtype], args.device)
     assert draft is not None
     engines = {}
     for c in contenders:
@@ -238,20 +246,13 @@ def build_engines(args, contenders: list[Contender], max_len: int, head) -> dict
 def main() -> None:
     args = parse_args()
     problems = TASKS[args.task].problems(args.data, args.limit)
-    head = load_head(args.judge) if args.judge is not None else None
-    contenders = parse_rules(args.rules, head.threshold if head is not None else 0.5)
-    target = checkpoint.find_checkpoint(args.target)
-    if any(c.verify == "judge" for c in contenders) and head is None:
-        raise UserError("--rules names judge, which needs --judge FILE")
-    if head is not None:
-        head.check(checkpoint.fingerprint(target), checkpoint.load_config(target).dim, str(target))
-    tokenizer = load_tokenizer(target)
-    check_same_vocabulary(tokenizer, load_tokenizer(checkpoint.find_checkpoint(args.draft)), args.target, args.draft)
+    pair = checkpoint.find_pair(args.target, args.draft, args.judge)
+    contenders, tokenizer = parse_rules(args.rules, pair.head), pair.tokenizer
     signature = {"task": args.task, "data": args.data and args.data.name, "target": args.target, "draft": args.draft,
                  "judge": args.judge and str(args.judge), "draft_len": args.draft_len, "dtype": args.dtype}  # fmt: skip
     done = read_done(args.out, signature)
     longest = max(len(encode_problem(tokenizer, p, args.task)) for p in problems)
-    engines = build_engines(args, contenders, longest + TASKS[args.task].cap, head)
+    engines = build_engines(args, contenders, longest + TASKS[args.task].cap, pair)
     for engine in engines.values():
         engine.warm_up()
     if args.out is not None and not done:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from evaluate import SHOTS, gsm8k_prompt, question_and_answer
+from evaluate import SHOTS, gsm8k_prompt, question_and_answer, without_marks
 
 from errors import Parser, UserError, read_jsonl, run_cli
 
@@ -55,7 +55,7 @@ def main() -> None:
     rng = random.Random(args.seed)
     lines = []
     for row in rows[:-SHOTS]:
-        answer = " " + re.sub(r"<<.*?>>", "", row["answer"])
+        answer = " " + without_marks(row["answer"])
         planted = plant(answer, rng)
         if planted is not None and len(lines) < args.limit:
             wrong, mistake = planted

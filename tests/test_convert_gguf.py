@@ -258,9 +258,7 @@ def reference(bpe: Tokenizer, pre: str):
         theirs.add_tokens([*CONTROL, "<tool>"], special_tokens=True)
         return lambda text: theirs(text, add_special_tokens=False).input_ids
     theirs = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    split = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
+    split = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     theirs.pre_tokenizer = {
         "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
         "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),

@@ -8,20 +8,26 @@ import random
 import evaluate
 import plant_mistakes
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import judge
 from errors import UserError, read_jsonl
+
+HEAD = judge.Head(torch.zeros(4), 0.0, "post_norm", "any", "", threshold=0.4)
 
 
 def test_rules_are_parsed_and_refused_by_name():
-    got = evaluate.parse_rules("plain,draft,standard,judge,judge:0.9,topk:3,kl", 0.4)
+    got = evaluate.parse_rules("plain,draft,standard,judge,judge:0.9,topk:3,kl", HEAD)
     assert [(c.verify, c.threshold) for c in got] == [
         ("standard", 0.0), ("standard", 0.0), ("standard", 0.0), ("judge", 0.4), ("judge", 0.9), ("topk", 3.0), ("kl", 0.3),
     ]  # fmt: skip
     for bad, words in (("magic", "'magic'"), ("plain:3", "'plain:3'"), ("topk:x", "must be a number"), ("judge:2", "δ")):
         with pytest.raises(UserError, match=words):
-            evaluate.parse_rules(bad, 0.5)
+            evaluate.parse_rules(bad, HEAD)
+    with pytest.raises(UserError, match="--judge FILE"):
+        evaluate.parse_rules("plain,judge", None)
 
 
 @pytest.mark.parametrize("text, number", [

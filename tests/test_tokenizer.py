@@ -331,9 +331,7 @@ def test_a_template_that_cuts_at_a_name_still_writes_its_own_control_tokens(copy
 def test_where_templates_come_from(copy):
     folder = copy("json")
     hello = [{"role": "user", "content": "hi"}]
-    write(
-        folder, tokenizer_config={"chat_template": [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]}
-    )
+    write(folder, tokenizer_config={"chat_template": [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]})
     assert load_tokenizer(folder).render_chat(hello) == "d"
     write(folder, chat_template={"chat_template": "from json"})
     assert load_tokenizer(folder).render_chat(hello) == "from json"
@@ -462,7 +460,7 @@ def test_ranks_cut_short_at_the_end_of_a_line(copy):
         ("tokenizer.model", "YQ== 0\nYg== 2\n", "damaged"),
         ("empty.tiktoken", "", "damaged"),
         ("tokenizer.json", "[]", "not a tokenizer file"),
-        ("tokenizer_config.json", "{", "not JSON"),
+        ("tokenizer_config.json", "{", "can.t be read as JSON"),
         ("generation_config.json", "[]", "should hold a JSON object"),
     ],
 )
