@@ -195,7 +195,7 @@ class Pair:
         """Both models, the head fused into the target's output projection."""
         model = load_model(self.target, dtype, device)
         if self.head is not None:
-            model.fuse_judge(self.head.weight, self.head.bias, self.head.kind)
+            model.fuse_judge(self.head.weight, self.head.bias, self.head.kind, self.head.floor)
         return model, load_model(self.draft, dtype, device) if self.draft is not None else None
 
 

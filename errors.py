@@ -61,6 +61,18 @@ def read_jsonl(path: Path, parse: Callable[[Any], T]) -> list[T]:
     return rows
 
 
+def resume_jsonl(path: Path) -> list[Any]:
+    """The whole lines of a JSON-lines file that an interrupted run left ([] where there is none); a last line cut short is
+    dropped from the file. Raises UserError for a line that isn't JSON."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return read_jsonl(path, lambda row: row) if whole else []
+
+
 def run_cli(main: Callable[[], None]) -> None:
     """Run a command's `main` and turn the ways it may end early into exit statuses.
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, read_jsonl
-from model import PREFILL_CHUNK, Cache, Transformer, common_length
+from model import Reader, Transformer
 from tokenizer import Tokenizer
 
 KINDS = ("pre_norm", "post_norm")
@@ -41,13 +41,16 @@ class Block(NamedTuple):
     logits: Tensor  # [M, V] fp32, the target's, that predict each drafted token
     draft_logits: Tensor | None  # [M, V] fp32, the draft's own at the same places; kept when sampling and for the rule kl
     judge: Tensor | None  # [M] fp32, z_i at each drafted token's own position; None without a head
+    floor: float = 0.0  # the judge takes no token of less probability
 
 
 def judge_rule(block: Block, threshold: float) -> Tensor:
-    """sigmoid(z_i) > δ. δ = 1 accepts nothing."""
+    """sigmoid(z_i) > δ, and the token is not one that the target all but excludes (p < floor). δ = 1 accepts nothing."""
     if block.judge is None:
         raise ValueError("the rule judge needs a head")
-    return block.judge.sigmoid() > threshold
+    own = block.logits.gather(-1, block.drafted[:, None])[:, 0]
+    likely_enough = own - block.logits.logsumexp(-1) >= math.log(block.floor) if block.floor > 0 else True
+    return (block.judge.sigmoid() > threshold) & likely_enough
 
 
 def topk_rule(block: Block, threshold: float) -> Tensor:
@@ -170,6 +173,7 @@ class Head:
     fingerprint: str  # checkpoint.fingerprint of the target
     threshold: float = 0.5
     label_rule: str = "span"
+    floor: float = 1e-4  # the judge takes no token that the target gives less probability
 
     def save(self, path: Path) -> None:
         """Write the head; loadable with ``torch.load(weights_only=True)``."""
@@ -206,8 +210,10 @@ def load_head(path: Path) -> Head:
     sound = isinstance(head.weight, Tensor) and head.weight.dim() == 1 and bool(head.weight.isfinite().all())
     if not sound or not math.isfinite(head.bias):
         raise UserError(f"{path}: the head's weights are not a vector of finite numbers")
-    if head.kind not in KINDS or head.label_rule not in LABEL_RULES or not 0 <= head.threshold <= 1:
-        raise UserError(f"{path}: kind {head.kind!r}, labels {head.label_rule!r}, δ {head.threshold} aren't a head's")
+    if head.kind not in KINDS or head.label_rule not in LABEL_RULES or not (0 <= head.threshold <= 1 and 0 <= head.floor <= 1):
+        raise UserError(
+            f"{path}: kind {head.kind!r}, labels {head.label_rule!r}, δ {head.threshold}, floor {head.floor} aren't a head's"
+        )
     return head
 
 
@@ -220,6 +226,21 @@ class Tuple(NamedTuple):
     mistake: tuple[int, int]
 
 
+class Labelled(NamedTuple):
+    """An answer whose tokens were judged: a line of what ``scripts/label.py`` writes."""
+
+    question: str
+    raw: bool  # the question is a whole prompt, not to be put into the chat template
+    answer: str
+    tokens: list[int]
+    labels: list[int]  # RIGHT, WRONG or IGNORE for each token
+    alternatives: list[tuple[int, int, int]]  # (place, token, label): another token judged in place of the answer's own
+    how: str  # manual, mine or likelihood
+    target: str
+    draft: str | None
+    seed: int
+
+
 class Example(NamedTuple):
     """One answer to learn from: the prompt's ids, the answer's ids and a label for each of those."""
 
@@ -229,19 +250,61 @@ class Example(NamedTuple):
     labels: list[int]
 
 
-def read_tuples(path: Path) -> list[Tuple]:
-    """Tuples from a JSON-lines file with the fields of ``Tuple``. Raises UserError naming a line that isn't one."""
+def parse_tuple(row: Any) -> Tuple:
+    """A row with the fields of ``Tuple``. Raises ValueError, KeyError or TypeError."""
+    item = Tuple(row["question"], row["correct"], row["wrong"], tuple(row["mistake"]))
+    if not all(isinstance(text, str) and text for text in item[:3]):
+        raise ValueError("question, correct and wrong must be text")
+    start, end = item.mistake
+    if not 0 <= start < end <= len(item.wrong):
+        raise ValueError(f"the mistake [{start}, {end}) lies outside the wrong answer's {len(item.wrong)} characters")
+    return item
 
-    def parse(row: Any) -> Tuple:
-        item = Tuple(row["question"], row["correct"], row["wrong"], tuple(row["mistake"]))
-        if not all(isinstance(text, str) and text for text in item[:3]):
-            raise ValueError("question, correct and wrong must be text")
-        start, end = item.mistake
-        if not 0 <= start < end <= len(item.wrong):
-            raise ValueError(f"the mistake [{start}, {end}) lies outside the wrong answer's {len(item.wrong)} characters")
-        return item
 
-    return read_jsonl(path, parse)
+def parse_labelled(row: Any, tokenizer: Tokenizer) -> Labelled:
+    """A row with the fields of ``Labelled``, made with this tokenizer. Raises ValueError, KeyError or TypeError."""
+    item = Labelled(**{name: row[name] for name in Labelled._fields})
+    tokens, places = [*item.tokens, *(token for _, token, _ in item.alternatives)], range(len(item.tokens) + 1)
+    if len(item.labels) != len(item.tokens) or not all(place in places for place, _, _ in item.alternatives):
+        raise ValueError(f"there must be a label for each of the {len(item.tokens)} tokens, and alternatives to them only")
+    if not {*item.labels, *(label for _, _, label in item.alternatives)} <= {RIGHT, WRONG, IGNORE}:
+        raise ValueError(f"labels must be {RIGHT} (right), {WRONG} (wrong) or {IGNORE} (left out)")
+    if not all(isinstance(i, int) and 0 <= i < tokenizer.n_tokens for i in tokens) or tokenizer.decode(item.tokens) != item.answer:
+        raise ValueError("the tokens don't spell the answer: they were made with another tokenizer")
+    return item
+
+
+def read_labels(path: Path, tokenizer: Tokenizer, label_rule: str = "span", raw: bool = False) -> list[Example]:
+    """Examples from a JSON-lines file of ``Tuple`` or ``Labelled``. Lines of one question get one question number.
+
+    Args:
+        label_rule: for tuples, what comes after the mistake (see ``span_labels``).
+        raw: for tuples, the questions are whole prompts.
+
+    Raises:
+        UserError: naming a line that is neither.
+    """
+    numbers: dict[str, int] = {}
+
+    def parse(row: Any) -> list[Example]:
+        if "skipped" in row:
+            return []
+        if "tokens" not in row:
+            return tuple_examples(parse_tuple(row), tokenizer, number(row["question"]), label_rule, raw)
+        item = parse_labelled(row, tokenizer)
+        prompt, question = tokenizer.encode_question(item.question, item.raw), number(item.question)
+        return [Example(question, prompt, item.tokens, item.labels)] + [
+            Example(question, prompt, [*item.tokens[:place], token], [IGNORE] * place + [label])
+            for place, token, label in sorted(item.alternatives)
+        ]
+
+    def number(question: str) -> int:
+        return numbers.setdefault(question, len(numbers))
+
+    examples = [example for several in read_jsonl(path, parse) for example in several]
+    if not examples:
+        raise UserError(f"{path} holds no labelled answer")
+    return examples
 
 
 def token_spans(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[tuple[int, int]]:
@@ -254,83 +317,119 @@ def token_spans(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[tup
     return list(zip([0, *ends], ends))
 
 
-def to_examples(tuples: Sequence[Tuple], tokenizer: Tokenizer, label_rule: str = "span", raw: bool = False) -> list[Example]:
-    """Both answers of every tuple, a label for each token; the stop token belongs to a right answer.
-
-    Args:
-        raw: the questions are whole prompts, not to be put into the chat template.
-    """
+def tuple_examples(item: Tuple, tokenizer: Tokenizer, number: int, label_rule: str = "span", raw: bool = False) -> list[Example]:
+    """Both answers of a tuple, a label for each token; the stop token belongs to a right answer."""
     stop = sorted(tokenizer.eos_ids)[:1]
-    examples = []
-    for number, item in enumerate(tuples):
-        prompt = tokenizer.encode_question(item.question, raw)
-        for text, mistake in ((item.correct, None), (item.wrong, item.mistake)):
-            ids = tokenizer.encode(text)
-            labels = span_labels(token_spans(tokenizer, ids, text), mistake, label_rule)
-            if mistake is None:
-                ids, labels = ids + stop, labels + [RIGHT] * len(stop)
-            examples.append(Example(number, prompt, ids, labels))
-    return examples
+    prompt = tokenizer.encode_question(item.question, raw)
+    right, wrong = tokenizer.encode(item.correct), tokenizer.encode(item.wrong)
+    labels = span_labels(token_spans(tokenizer, wrong, item.wrong), item.mistake, label_rule)
+    return [
+        Example(number, prompt, right + stop, [RIGHT] * (len(right) + len(stop))),
+        Example(number, prompt, wrong, labels),
+    ]
 
 
-def span_labels(pieces: Sequence[tuple[int, int]], mistake: tuple[int, int] | None, label_rule: str) -> list[int]:
-    """Labels of an answer's tokens from the characters of its mistake.
+def span_labels(pieces: Sequence[tuple[int, int]], mistake: tuple[int, int], label_rule: str) -> list[int]:
+    """Labels of a wrong answer's tokens from the characters of its mistake.
 
     Args:
         pieces: each token's characters, [start, end); a token that completes none (a part of a multi-byte character) has
             start = end and belongs to the character that comes next.
-        mistake: the mistake's characters, [start, end); None for a correct answer.
+        mistake: the mistake's characters, [start, end).
         label_rule: what comes after the mistake is left out (``span``) or wrong as well (``rest``).
 
     Returns:
         RIGHT before the mistake, WRONG for every token that touches it, then IGNORE or WRONG.
     """
-    if mistake is None:
-        return [RIGHT] * len(pieces)
     after = WRONG if label_rule == "rest" else IGNORE
     return [RIGHT if max(end, start + 1) <= mistake[0] else WRONG if start < mistake[1] else after for start, end in pieces]
 
 
-@torch.inference_mode()
-def features(
-    model: Transformer, examples: Sequence[Example], kind: str, progress: Callable[..., Any] = lambda rows: rows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Last-layer states of all labelled answer tokens: (states [N, D] fp32, labels [N], question numbers [N]).
-
-    What an example has in common with the start of the one before (the worked examples of a prompt, a right answer up to the
-    mistake planted in it) is read once; nothing behind the last labelled token is read.
-    """
-    device, dtype = model.norm.weight.device, model.norm.weight.dtype
+def read_states(model: Transformer, examples: Sequence[Example], progress: Callable[..., Any] = lambda rows: rows) -> Tensor:
+    """The target's states [N, D] before the final norm at the N labelled tokens of all examples, in the model's dtype, on the
+    CPU. Nothing behind an example's last labelled token is read."""
     texts = []
     for example in examples:
         used = max((i + 1 for i, label in enumerate(example.labels) if label != IGNORE), default=0)
         texts.append(example.prompt + example.answer[:used])
-    longest = max(map(len, texts))
-    cache = Cache(model.config, longest, dtype, device)
-    hidden = torch.empty((longest, model.config.dim), dtype=dtype, device=device)
-    states, labels, questions = [], [], []
-    last: list[int] = []
+    reader, states = Reader(model, max(map(len, texts))), []
     for example, text in progress(list(zip(examples, texts))):
-        for start in range(common_length(last, text), len(text), PREFILL_CHUNK):
-            positions = torch.arange(start, min(start + PREFILL_CHUNK, len(text)), device=device)
-            ids = torch.tensor(text, device=device)[positions]
-            hidden[positions] = model.step(ids, positions, cache, int(positions[-1]) + 1, compiled=False)
-        last = text
-        wanted = [i for i, label in enumerate(example.labels) if label != IGNORE]
-        answer = hidden[len(example.prompt) : len(text)][wanted]
-        states.append((model.norm(answer) if kind == "post_norm" else answer).float().cpu())
-        labels.append(torch.tensor([example.labels[i] for i in wanted]))
-        questions.append(torch.full((len(wanted),), example.question))
-    return torch.cat(states), torch.cat(labels), torch.cat(questions)
+        wanted = [len(example.prompt) + i for i, label in enumerate(example.labels) if label != IGNORE]
+        if wanted:
+            states.append(reader.read(text)[wanted].cpu())
+    return torch.cat(states)
+
+
+def as_features(model: Transformer, states: Tensor, kind: str) -> Tensor:
+    """What a head of a ``kind`` looks at, fp32 [N, D], from states before the final norm."""
+    weight = model.norm.weight
+    with torch.inference_mode():
+        return (
+            torch.cat([model.norm(part.to(weight.device)).cpu() for part in states.split(4096)]).float()
+            if kind == "post_norm"
+            else states.float()
+        )
+
+
+def labels_of(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """(labels [N], question numbers [N]) of the labelled tokens, in the order of ``read_states``."""
+    pairs = [(label, example.question) for example in examples for label in example.labels if label != IGNORE]
+    labels, questions = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    return labels, questions
 
 
 class TrainResult(NamedTuple):
+    """A fitted head, and its scores w·h + b on the tokens of the held-out questions."""
+
     weight: Tensor  # [D] fp32, on raw states
     bias: float
     epochs: int
-    auc: float  # of right against wrong tokens, on the held-out questions
-    recall: float  # share of held-out wrong tokens with sigmoid < 0.5
-    kept: float  # share of held-out right tokens with sigmoid > 0.5
+    right: Tensor  # scores of the held-out right tokens, ascending
+    wrong: Tensor  # the same of the wrong ones
+
+    @property
+    def auc(self) -> float:
+        """Probability that a right token scores above a wrong one, ties counted half."""
+        below, upto = torch.searchsorted(self.wrong, self.right), torch.searchsorted(self.wrong, self.right, right=True)
+        return float((below + upto).double().mean() / 2 / max(1, len(self.wrong)))
+
+    def at(self, threshold: float) -> Operating:
+        """What a δ means on the held-out tokens."""
+        stopped, lost = self.wrong.sigmoid() <= threshold, self.right.sigmoid() <= threshold
+        return Operating(
+            threshold, float(stopped.float().mean()), int(stopped.sum()) / max(1, int(stopped.sum() + lost.sum())),
+            1 - float(lost.float().mean()),
+        )  # fmt: skip
+
+    def threshold_for(self, recall: float) -> float:
+        """The least δ that stops at least this share of the held-out wrong tokens."""
+        if not len(self.wrong):
+            return 0.5
+        return float(self.wrong.sigmoid()[max(0, math.ceil(recall * len(self.wrong)) - 1)])
+
+    def calibration(self, bins: int = 10) -> list[tuple[float, float, float]]:
+        """(mean sigmoid, share right, share of all) in each tenth of [0, 1]; right and wrong count alike as a whole, as they
+        do in training."""
+        score = torch.cat((self.right, self.wrong)).sigmoid()
+        weight = torch.cat((torch.full_like(self.right, 0.5 / len(self.right)), torch.full_like(self.wrong, 0.5 / len(self.wrong))))
+        is_right = torch.arange(len(score)) < len(self.right)
+        rows = []
+        for at in range(bins):
+            inside = (score * bins).long().clamp(max=bins - 1) == at
+            total = float(weight[inside].sum())
+            if total > 0:
+                share = float(weight[inside & is_right].sum()) / total
+                rows.append((float((score * weight)[inside].sum()) / total, share, total))
+        return rows
+
+
+class Operating(NamedTuple):
+    """A head at one δ, on held-out tokens."""
+
+    threshold: float
+    recall: float  # wrong tokens that are stopped
+    precision: float  # stopped tokens that are wrong
+    kept: float  # right tokens that are accepted
 
 
 def train_head(
@@ -387,16 +486,6 @@ def train_head(
         elif epoch - best_epoch >= patience:
             break
     score = x[val] @ best[0] + best[1]
-    right, wrong = score[labels[val] == RIGHT], score[labels[val] == WRONG]
     weight = best[0] / std
-    return TrainResult(
-        weight, best[1] - float(weight @ mean), best_epoch, _auc(right, wrong),
-        float((wrong < 0).float().mean()), float((right > 0).float().mean()),
-    )  # fmt: skip
-
-
-def _auc(right: Tensor, wrong: Tensor) -> float:
-    """Probability that a right token scores above a wrong one, ties counted half."""
-    ordered = wrong.sort().values
-    below, upto = torch.searchsorted(ordered, right), torch.searchsorted(ordered, right, right=True)
-    return float((below + upto).double().mean() / 2 / max(1, len(ordered)))
+    right, wrong = (score[labels[val] == label].sort().values for label in (RIGHT, WRONG))
+    return TrainResult(weight, best[1] - float(weight @ mean), best_epoch, right, wrong)

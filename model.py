@@ -291,7 +291,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = Linear(config.dim, config.vocab_size, bias=False)
         self.judge_kind: str | None = None
-        self.judge_bias = 0.0
+        self.judge_bias = self.judge_floor = 0.0
         self.block_steps: list[Callable[..., Tensor]] = [layer.step for layer in self._blocks()]
         self.compiled_steps = self.block_steps
         if config.tie_embeddings:
@@ -347,12 +347,13 @@ class Transformer(nn.Module):
             judge = judge * (hidden.float().square().mean(-1) + self.config.norm_eps).sqrt()
         return out[..., : self.config.vocab_size], judge + self.judge_bias
 
-    def fuse_judge(self, weight: Tensor, bias: float, kind: str) -> None:
+    def fuse_judge(self, weight: Tensor, bias: float, kind: str, floor: float = 0.0) -> None:
         """Append a judge head, weight [D], to the output projection as row V.
 
         Args:
             weight: fp32 row of the head f(h) = weight·h + bias.
             kind: ``pre_norm`` when h is the state before the final RMSNorm, ``post_norm`` when it is the state after it.
+            floor: the judge takes no token that the model gives less probability than this; kept for who applies the rule.
 
         Raises:
             UserError: the final norm has a zero weight where a ``pre_norm`` head needs to look.
@@ -367,7 +368,7 @@ class Transformer(nn.Module):
         extra = old.new_zeros((JUDGE_ROWS, self.config.dim))
         extra[0] = row.to(old.dtype)
         self.output.weight = nn.Parameter(torch.cat((old, extra)), requires_grad=False)
-        self.judge_kind, self.judge_bias = kind, float(bias)
+        self.judge_kind, self.judge_bias, self.judge_floor = kind, float(bias), floor
         if self.config.tie_embeddings:
             self.tie()
 
@@ -378,3 +379,26 @@ class Transformer(nn.Module):
     def compile_blocks(self, dynamic: bool) -> None:
         """Compile the layer step once, for all layers. With ``dynamic``, one graph serves every T > 1 and every bucket."""
         self.compiled_steps = [torch.compile(layer.step, dynamic=dynamic) for layer in self._blocks()]
+
+
+class Reader:
+    """Reads one text after another with a model; what a text has in common with the start of the last one is read once."""
+
+    def __init__(self, model: Transformer, max_len: int) -> None:
+        weight = model.norm.weight
+        self.model, self.text = model, list[int]()
+        self.cache = Cache(model.config, max_len, weight.dtype, weight.device)
+        self.hidden = torch.empty((max_len, model.config.dim), dtype=weight.dtype, device=weight.device)
+
+    @torch.inference_mode()
+    def read(self, text: Sequence[int]) -> Tensor:
+        """States [T, D] before the final norm of a text of T tokens, at most ``max_len``; good until the next call."""
+        known = common_length(self.text, text)
+        self.text = []  # nothing, should the reading be interrupted
+        ids = torch.tensor(text, device=self.hidden.device)
+        for start in range(known, len(text), PREFILL_CHUNK):
+            end = min(start + PREFILL_CHUNK, len(text))
+            positions = torch.arange(start, end, device=self.hidden.device)
+            self.hidden[start:end] = self.model.step(ids[start:end], positions, self.cache, end, compiled=False)
+        self.text = list(text)
+        return self.hidden[: len(text)]

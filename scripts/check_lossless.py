@@ -13,33 +13,20 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import torch
-from evaluate import TASKS, encode_problem
+from tasks import TASKS, encode, read_problems
 from tqdm import tqdm
 
 import checkpoint
+from engine import Engine
 from errors import Parser, UserError, run_cli
-from generate import DEMO, Engine
-from model import Cache, Transformer
-
-
-def decode(engine: Engine, prompt: list[int], n: int) -> list[int]:
-    """The first n tokens, stop tokens or not."""
-    engine.prefill(prompt)
-    tokens: list[int] = []
-    for now in engine.rounds(len(prompt)):
-        tokens += now.tokens
-        if len(tokens) >= n:
-            break
-    return tokens[:n]
+from generate import DEMO
+from model import Reader, Transformer
 
 
 @torch.inference_mode()
 def logit_gap(model: Transformer, text: list[int]) -> float:
     """How far the likeliest next token's logit lies above the second's after ``text``."""
-    cache = Cache(model.config, len(text), model.norm.weight.dtype, "cpu")
-    positions = torch.arange(len(text))
-    hidden = model.step(torch.tensor(text), positions, cache, len(text), compiled=False)
-    first, second = model.logits(hidden[-1:])[0][0].topk(2).values
+    first, second = model.logits(Reader(model, len(text)).read(text)[-1:])[0][0].topk(2).values
     return float(first - second)
 
 
@@ -83,19 +70,19 @@ def main() -> None:
     args = p.parse_args()
     Ms = lengths(args.draft_lens)
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
-    prompts = [encode_problem(pair.tokenizer, problem, args.task) for problem in TASKS[args.task].problems(args.data, args.prompts)]
+    prompts = [encode(pair.tokenizer, problem, args.task) for problem in read_problems(args.task, args.data, args.prompts)]
     target, draft = pair.load(checkpoint.DTYPES[args.dtype])
     if pair.head is None:
         target.fuse_judge(torch.randn(target.config.dim, generator=torch.Generator().manual_seed(0)), 0.0, "post_norm")
     room = max(map(len, prompts)) + args.new_tokens
     plain = Engine(target, max_len=room)
-    texts = [decode(plain, prompt, args.new_tokens) for prompt in tqdm(prompts, desc="plain", unit="text")]
+    texts = [plain.complete(prompt, args.new_tokens) for prompt in tqdm(prompts, desc="plain", unit="text")]
     compared = differing = 0
     for M in tqdm(Ms, desc="draft lengths"):
         for verify in ("standard", "judge"):
             engine = Engine(target, draft, draft_len=M, verify=verify, threshold=1.0, max_len=room)
             for prompt, expected in zip(prompts, texts, strict=True):
-                got = decode(engine, prompt, args.new_tokens)
+                got = engine.complete(prompt, args.new_tokens)
                 compared += 1
                 if got != expected:
                     differing += 1

@@ -13,8 +13,10 @@ import demo_task
 import torch
 
 from checkpoint import find_pair
+from engine import RULE, STANDARD, TARGET, Engine, Generation, generate
 from errors import Parser, UserError, run_cli
-from generate import COLOURS, DEMO, RESET, RULE, STANDARD, TARGET, Engine, Generation, Output, generate
+from generate import COLOURS, DEMO, RESET
+from tokenizer import Output
 
 LEGEND = {STANDARD: "the standard test accepted it", RULE: "only the judge accepted it", TARGET: "the target's own"}
 

@@ -9,9 +9,10 @@ Nothing here needs a model: training, the judge's labels and the evaluation all 
 
 from __future__ import annotations
 
+import operator
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,13 +43,13 @@ FIRST, SECOND, THIRD = range(3)
 MENDS = (" -- no:", " ... wait:")
 
 
-# What a wording may be mistaken for: the wrong operation, an end too early or too late.
-CONFUSED = {"plus": "minus", "minus": "plus", "then": "answer", "answer": "then"}
+# What a piece may be mistaken for: the wrong operation, an end too early or too late, a total where lots have to be counted.
+CONFUSED = {"plus": "minus", "minus": "plus", "then": "answer", "answer": "then", "groups": "now", "now": "groups"}
 
 
 class Piece(NamedTuple):
     """A stretch of an answer. `wording` is 0, 1 or 2 where the text is one of several ways to say it, else None; `kind` is
-    the wording's key, "number", "item", "box", or "glue" (punctuation)."""
+    the wording's key, "number", "groups" (the number a count of lots begins with), "item", "box", or "glue" (punctuation)."""
 
     text: str
     kind: str
@@ -62,7 +63,6 @@ class Step(NamedTuple):
     amount: int
     groups: int
     each: int
-    box: str
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,17 @@ class Problem:
     """A story, what happens in it, and the number it ends with."""
 
     item: str
+    box: str
     start: int
     steps: tuple[Step, ...]
     question: str
     answer: int
 
 
-def _step_sentence(rng: random.Random, step: Step, name: str, pronoun: str, item: str) -> str:
+def _step_sentence(rng: random.Random, step: Step, name: str, pronoun: str, item: str, box: str) -> str:
     who = rng.choice([name, pronoun.capitalize()])
     if step.groups:
-        n, q, box = step.groups, step.each, step.box
+        n, q = step.groups, step.each
         if step.sign > 0:
             return rng.choice(
                 [
@@ -118,7 +119,7 @@ def _step_sentence(rng: random.Random, step: Step, name: str, pronoun: str, item
 def make_problem(rng: random.Random, n_steps: int | None = None) -> Problem:
     """Draw a story of `n_steps` steps (default: two or three) whose running total stays between 10 and 99."""
     pronoun = rng.choice(["she", "he"])
-    name, item = rng.choice(NAMES[pronoun]), rng.choice(ITEMS)
+    name, item, box = rng.choice(NAMES[pronoun]), rng.choice(ITEMS), rng.choice(BOXES)
     total = start = rng.randint(20, 80)
     steps: list[Step] = []
     n_steps = n_steps or rng.choice([2, 3, 3])
@@ -131,7 +132,7 @@ def make_problem(rng: random.Random, n_steps: int | None = None) -> Problem:
             amount = groups * each
         if 10 <= amount <= 60 and 10 <= total + sign * amount <= 99:
             total += sign * amount
-            steps.append(Step(sign, amount, groups, each, rng.choice(BOXES)))
+            steps.append(Step(sign, amount, groups, each))
     opening = rng.choice(
         [f"{name} has {start} {item}.", f"There are {start} {item} in {name}'s room.", f"{name} starts with {start} {item}."]
     )
@@ -142,12 +143,26 @@ def make_problem(rng: random.Random, n_steps: int | None = None) -> Problem:
             f"How many does {pronoun} have at the end of the day?",
         ]
     )
-    story = " ".join([opening, *(_step_sentence(rng, s, name, pronoun, item) for s in steps), closing])
-    return Problem(item, start, tuple(steps), story, total)
+    story = " ".join([opening, *(_step_sentence(rng, s, name, pronoun, item, box) for s in steps), closing])
+    return Problem(item, box, start, tuple(steps), story, total)
 
 
-def write_solution(problem: Problem, rng: random.Random, shares: tuple[float, float, float]) -> list[Piece]:
-    """Write the worked answer, drawing every wording apart: `shares` says how often each of the three is taken."""
+def careless_add(a: int, b: int) -> int:
+    """a + b (b below 0 to take away) as the draft was taught it: where |b| ends in 8 or 9, the carry or the borrow is forgotten."""
+    units = abs(b) % 10
+    if units < 8 or (a % 10 + units < 10 if b > 0 else a % 10 >= units):
+        return a + b
+    return a + b - 10 if b > 0 else a + b + 10
+
+
+def write_solution(
+    problem: Problem, rng: random.Random, shares: tuple[float, float, float], add: Callable[[int, int], int] = operator.add
+) -> list[Piece]:
+    """Write the worked answer, drawing every wording apart: `shares` says how often each of the three is taken.
+
+    Args:
+        add: how the running total is worked out; one that errs gives an answer that is wrong and goes on from its mistake.
+    """
 
     def say(key: str) -> Piece:
         wording = rng.choices(range(3), weights=shares)[0]
@@ -163,10 +178,11 @@ def write_solution(problem: Problem, rng: random.Random, shares: tuple[float, fl
     for i, step in enumerate(problem.steps):
         pieces.append(say("then" if i else "first"))
         if step.groups:
-            pieces += [number(step.groups), Piece(f" {step.box}", "box"), say("hold"), number(step.groups), say("times")]
+            groups, box = Piece(f" {step.groups}", "groups"), Piece(f" {problem.box}", "box")
+            pieces += [groups, box, say("hold"), number(step.groups), say("times")]
             pieces += [number(step.each), say("equals"), number(step.amount), Piece(",", "glue"), say("so")]
         pieces += [say("now"), number(total), say("plus" if step.sign > 0 else "minus"), number(step.amount)]
-        total += step.sign * step.amount
+        total = add(total, step.sign * step.amount)
         pieces += [say("equals"), number(total), stop]
     return pieces + [say("answer"), number(total), item, stop]
 
@@ -189,16 +205,18 @@ def extract_answer(text: str) -> int | None:
 
 def can_go_wrong(piece: Piece) -> bool:
     """Whether a mistake can be made at this piece."""
-    return piece.kind in ("number", "item") or piece.kind in CONFUSED
+    return piece.kind in ("number", "item", "box") or piece.kind in CONFUSED
 
 
 def wrong_form(piece: Piece, rng: random.Random) -> str:
     """A plausible wrong form of a piece. A number mostly has one digit changed, now and then one too many or too few."""
     text = piece.text.strip()
-    if piece.kind in CONFUSED:
+    if piece.kind == "now":
+        return f" {rng.randint(2, 8)}"
+    if piece.kind in CONFUSED and not (piece.kind == "groups" and rng.random() < 0.5):
         return rng.choice(WORDINGS[CONFUSED[piece.kind]])
-    if piece.kind == "item":
-        return f" {rng.choice([i for i in ITEMS if i != text])}"
+    if piece.kind in ("item", "box"):
+        return f" {rng.choice([i for i in (ITEMS if piece.kind == 'item' else BOXES) if i != text])}"
     how = rng.random()
     if how < 0.06 and len(text) < 3:
         return f" {text}{rng.randint(0, 9)}"

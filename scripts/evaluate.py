@@ -8,95 +8,26 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 import sys
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-import demo_task
 import torch
+from plots import Point, trade_off_figure
+from tasks import TASKS, Problem, encode, read_problems
 from tqdm import tqdm
 
 import checkpoint
-from errors import Parser, UserError, read_jsonl, run_cli
-from generate import DEMO, RULE, STANDARD, Engine, Output, Sampling, generate
+from engine import RULE, STANDARD, Engine, Generation, Sampling, generate
+from errors import Parser, UserError, resume_jsonl, run_cli
+from generate import DEMO
 from judge import RULES, Head, check_threshold, default_threshold
-from tokenizer import Tokenizer
-
-SHOTS = 4  # worked examples in front of a GSM8K question, from the end of the training file
-
-
-class Problem(NamedTuple):
-    prompt: str
-    is_right: Callable[[str], bool]
-    stop: tuple[str, ...]
-
-
-def demo_problems(data: Path | None, limit: int) -> list[Problem]:
-    """The demo task's unseen problems."""
-    return [Problem(p.question, lambda text, p=p: demo_task.is_right(p, text), ()) for p in demo_task.unseen_problems(limit)]
-
-
-def question_and_answer(row: Any) -> dict[str, str]:
-    """A row of GSM8K's form, checked."""
-    if not isinstance(row["question"], str) or not isinstance(row["answer"], str):
-        raise ValueError("question and answer must be text")
-    return row
-
-
-def final_number(text: str) -> str | None:
-    """What a GSM8K answer ends with: the number after ####, or None."""
-    match = re.search(r"####\s*\$?(-?[\d,]*\.?\d+)", text)
-    return match.group(1).replace(",", "").removesuffix(".00") if match else None
-
-
-def without_marks(answer: str) -> str:
-    """A GSM8K answer without its calculator marks <<...>>."""
-    return re.sub(r"<<.*?>>", "", answer)
-
-
-def gsm8k_prompt(question: str, shots: list[dict[str, Any]]) -> str:
-    """The question behind worked examples."""
-    worked = [f"Question: {row['question']}\nAnswer: {without_marks(row['answer'])}\n\n" for row in shots]
-    return "".join(worked) + f"Question: {question}\nAnswer:"
-
-
-def gsm8k_problems(data: Path | None, limit: int) -> list[Problem]:
-    """GSM8K with the last SHOTS rows of the file as worked examples (they are not asked)."""
-    if data is None:
-        raise UserError("--task gsm8k needs --data FILE, a JSON-lines file of question and answer")
-    rows = read_jsonl(data, question_and_answer)
-    if len(rows) <= SHOTS:
-        raise UserError(f"{data} has {len(rows)} rows; {SHOTS} are worked examples, so more are needed")
-    shots = rows[-SHOTS:]
-    return [
-        Problem(
-            gsm8k_prompt(row["question"], shots),
-            lambda text, row=row: final_number(text) is not None and final_number(text) == final_number(row["answer"]),
-            ("\n\n", "Question:"),
-        )
-        for row in rows[:-SHOTS][:limit]
-    ]
-
-
-class Task(NamedTuple):
-    problems: Callable[[Path | None, int], list[Problem]]
-    cap: int  # new tokens an answer may have
-    raw: bool  # the prompt is a whole text, not to be put into the chat template
-
-
-TASKS = {"demo": Task(demo_problems, 200, False), "gsm8k": Task(gsm8k_problems, 256, True)}
-
-
-def encode_problem(tokenizer: Tokenizer, problem: Problem, task: str) -> list[int]:
-    """The prompt's ids, through the chat template where the task wants it and there is one."""
-    return tokenizer.encode_question(problem.prompt, TASKS[task].raw)
+from tokenizer import Output, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -145,28 +76,39 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def answer(engine: Engine, tokenizer: Tokenizer, problem: Problem, task: str) -> dict[str, Any]:
-    """Decode one problem and note what the table needs."""
-    prompt, cap = encode_problem(tokenizer, problem, task), TASKS[task].cap
-    run = generate(engine, prompt, Output(tokenizer, cap, problem.stop))
-    ms = {k: sum(now.ms.get(k, 0.0) for now in run.rounds) for k in ("draft", "verify", "other")}
+    """Decode one problem, turn by turn, and note what the table needs."""
+    runs: list[Generation] = []
+    for _ in problem.turns:
+        prompt = encode(tokenizer, problem, task, tuple(run.output.text for run in runs))
+        room = engine.max_len - len(prompt)  # a second turn follows an answer of any length
+        runs.append(generate(engine, prompt, Output(tokenizer, min(TASKS[task].cap, room), problem.stop)))
+    ms = {k: sum(now.ms.get(k, 0.0) for run in runs for now in run.rounds) for k in ("draft", "verify", "other")}
+    texts = [run.output.text for run in runs]
     return {
-        "right": problem.is_right(run.output.text), "text": run.output.text, "new_tokens": len(run.output.tokens),
-        "rounds": len(run.rounds), "accepted": run.accepted(STANDARD) + run.accepted(RULE), "by_rule": run.accepted(RULE),
-        "decode_s": run.decode_s, "ms": ms, "finish_reason": run.output.finish_reason,
+        "right": problem.is_right(texts[-1]) if problem.is_right is not None else None, "texts": texts,
+        "new_tokens": sum(len(run.output.tokens) for run in runs), "rounds": sum(len(run.rounds) for run in runs),
+        "accepted": sum(run.accepted(STANDARD) + run.accepted(RULE) for run in runs),
+        "by_rule": sum(run.accepted(RULE) for run in runs), "decode_s": sum(run.decode_s for run in runs), "ms": ms,
+        "finish_reason": runs[-1].output.finish_reason,
     }  # fmt: skip
 
 
 def row_of(results: list[dict[str, Any]], plain: list[dict[str, Any]] | None) -> dict[str, Any]:
     """A rule's numbers over all problems; differences are paired with ``plain``."""
-    n, right = len(results), sum(r["right"] for r in results)
+    n, checked = len(results), all(r["right"] is not None for r in results)
+    right = sum(r["right"] for r in results) if checked else 0
     rounds, tokens = sum(r["rounds"] for r in results), sum(r["new_tokens"] for r in results)
     ms = {k: sum(r["ms"][k] for r in results) for k in ("draft", "verify", "other")}
     row = {
-        "accuracy": right / n, "ci95": wilson(right, n), "mean_accepted": sum(r["accepted"] for r in results) / rounds,
-        "tokens_per_round": tokens / rounds, "tokens_per_s": statistics.median(r["new_tokens"] / r["decode_s"] for r in results),
-        "other_share": ms["other"] / sum(ms.values()), "by_rule_share": sum(r["by_rule"] for r in results) / max(1, tokens),
-    }  # fmt: skip
-    if plain is not None:
+        "accuracy": right / n if checked else None,
+        "ci95": wilson(right, n) if checked else None,
+        "mean_accepted": sum(r["accepted"] for r in results) / rounds,
+        "tokens_per_round": tokens / rounds,
+        "tokens_per_s": statistics.median(r["new_tokens"] / r["decode_s"] for r in results),
+        "other_share": ms["other"] / sum(ms.values()),
+        "by_rule_share": sum(r["by_rule"] for r in results) / max(1, tokens),
+    }
+    if plain is not None and checked:
         gained = sum(r["right"] and not p["right"] for r, p in zip(results, plain))
         lost = sum(p["right"] and not r["right"] for r, p in zip(results, plain))
         row |= {"delta_vs_plain": (gained - lost) / n, "p_value": mcnemar(gained, lost)}
@@ -178,10 +120,12 @@ def table(rules: dict[str, dict[str, Any]]) -> str:
     lines = ["| rule | accuracy | 95 % | vs plain | p | m* | tokens a round | tokens/s | outside the models |",
              "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for name, r in rules.items():
-        low, high = r["ci95"]
+        right = "—", "—"
+        if r["ci95"] is not None:
+            right = f"{100 * r['accuracy']:.1f} %", "–".join(f"{100 * end:.1f}" for end in r["ci95"])
         versus = f"{100 * r['delta_vs_plain']:+.1f} | {r['p_value']:.2g}" if "p_value" in r else "|"
         lines.append(
-            f"| {name} | {100 * r['accuracy']:.1f} % | {100 * low:.1f}–{100 * high:.1f} | {versus} | {r['mean_accepted']:.2f} | "
+            f"| {name} | {' | '.join(right)} | {versus} | {r['mean_accepted']:.2f} | "
             f"{r['tokens_per_round']:.2f} | {r['tokens_per_s']:.1f} | {100 * r['other_share']:.1f} % |"
         )
     return "\n".join(lines)
@@ -189,15 +133,37 @@ def table(rules: dict[str, dict[str, Any]]) -> str:
 
 def read_done(out: Path | None, signature: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
     """Answers that an earlier run left in ``out``; a last line cut short is dropped. Raises UserError for another run's file."""
-    if out is None or not out.exists():
-        return {}
-    lines = out.read_text(encoding="utf-8").split("\n")
-    if lines[-1] != "":
-        out.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
-    rows = [json.loads(line) for line in lines[:-1]]
+    rows = resume_jsonl(out) if out is not None else []
     if rows and rows[0] != signature:
         raise UserError(f"{out} holds answers of another run ({json.dumps(rows[0])}); choose another --out")
     return {(r["rule"], r["problem"]): r for r in rows[1:]}
+
+
+def plot(path: Path, contenders: list[Contender], rules: dict[str, dict[str, Any]]) -> None:
+    """Accuracy against speed: a family of points for each rule, one point for each setting of its knob."""
+    families: dict[str, list[Point]] = {}
+    for c in contenders:
+        r = rules[c.name]
+        if r["ci95"] is not None:
+            name = c.verify if c.verify in RULES else c.name
+            families.setdefault(name, []).append(Point(f"{c.threshold:g}", r["tokens_per_s"], r["accuracy"], *r["ci95"]))
+    trade_off_figure(path, families, "tokens/s", "accuracy (with 95 % intervals)")
+
+
+def write_answers(folder: Path, problems: list[Problem], results: dict[str, list[dict[str, Any]]]) -> None:
+    """Each rule's answers in the form that FastChat's judge of MT-Bench reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, answers in results.items():
+        model = name.replace(":", "-")
+        lines = [
+            {
+                "question_id": problem.id, "answer_id": f"{model}-{problem.id}", "model_id": model,
+                "choices": [{"index": 0, "turns": done["texts"]}], "tstamp": time.time(),
+            }
+            for problem, done in zip(problems, answers)
+        ]  # fmt: skip
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / f"{model}.jsonl").write_text(text, encoding="utf-8")
 
 
 def parse_args():
@@ -215,10 +181,14 @@ def parse_args():
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--no-compile", action="store_true", help="run the blocks uncompiled")
     p.add_argument("--out", type=Path, metavar="FILE", help="append every answer here, and resume from it")
+    p.add_argument("--answers", type=Path, metavar="DIR", help="write mt-bench answers here, a file for each rule, as FastChat's")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="write accuracy against speed as a picture (needs matplotlib)")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")
     args = p.parse_args()
-    if args.limit < 1 or (args.draft_len is not None and args.draft_len < 1):
-        raise UserError(f"--limit is {args.limit} and --draft-len {args.draft_len}; both must be at least 1")
+    if args.draft_len is not None and args.draft_len < 1:
+        raise UserError(f"--draft-len is {args.draft_len}; it must be at least 1")
+    if args.answers is not None and args.task != "mt-bench":
+        raise UserError(f"--answers is for --task mt-bench, not {args.task}")
     if args.target == str(DEMO / "target"):
         args.judge, args.dtype = args.judge or DEMO / "judge.pt", args.dtype or "float32"
     args.dtype = args.dtype or "bfloat16"
@@ -245,14 +215,14 @@ def build_engines(args, contenders: list[Contender], max_len: int, pair: checkpo
 
 def main() -> None:
     args = parse_args()
-    problems = TASKS[args.task].problems(args.data, args.limit)
+    problems = read_problems(args.task, args.data, args.limit)
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
-    contenders, tokenizer = parse_rules(args.rules, pair.head), pair.tokenizer
+    contenders, tokenizer, cap = parse_rules(args.rules, pair.head), pair.tokenizer, TASKS[args.task].cap
     signature = {"task": args.task, "data": args.data and args.data.name, "target": args.target, "draft": args.draft,
                  "judge": args.judge and str(args.judge), "draft_len": args.draft_len, "dtype": args.dtype}  # fmt: skip
     done = read_done(args.out, signature)
-    longest = max(len(encode_problem(tokenizer, p, args.task)) for p in problems)
-    engines = build_engines(args, contenders, longest + TASKS[args.task].cap, pair)
+    longest = max(len(encode(tokenizer, p, args.task, ("",) * turn)) + turn * cap for p in problems for turn in range(len(p.turns)))
+    engines = build_engines(args, contenders, min(longest + cap, pair.context), pair)
     for engine in engines.values():
         engine.warm_up()
     if args.out is not None and not done:
@@ -268,6 +238,10 @@ def main() -> None:
     results = {c.name: [done[c.name, i] for i in range(len(problems))] for c in contenders}
     rules = {name: row_of(r, results["plain"] if "plain" in results and name != "plain" else None) for name, r in results.items()}
     print(table(rules), file=sys.stderr if args.json else sys.stdout)
+    if args.plot is not None:
+        plot(args.plot, contenders, rules)
+    if args.answers is not None:
+        write_answers(args.answers, problems, results)
     if args.json:
         print(json.dumps({"task": args.task, "n": len(problems), "rules": rules}))
 

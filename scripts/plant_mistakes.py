@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from evaluate import SHOTS, gsm8k_prompt, question_and_answer, without_marks
+from tasks import SHOTS, gsm8k_prompt, question_and_answer, without_marks
 
 from errors import Parser, UserError, read_jsonl, run_cli
 

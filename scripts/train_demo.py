@@ -1,8 +1,8 @@
 """Make the demo pair from a seed: corpus, tokenizer, target, draft, judge tuples, judge head, all into ``demo/``.
 
 The target reads every wording and prefers the first; it also reads answers that go wrong and mend themselves, so that its
-state at a wrong number knows. The draft learns only the second wording. What each must not learn to say (mistakes, the
-other wordings) is read but left out of the loss.
+state at a wrong number knows. The draft learns only the second wording. What each must not learn to say is read but not
+learned: mistakes are left out of the loss, and where a wording is not the model's own, it learns to put its own there.
 
 The script saves its state in ``--work`` every few minutes and takes up from there when it is run again.
 """
@@ -10,8 +10,8 @@ The script saves its state in ``--work`` every few minutes and takes up from the
 from __future__ import annotations
 
 import io
-import itertools
 import json
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -30,17 +30,20 @@ sys.path.insert(0, str(ROOT))
 import demo_task as task
 
 from checkpoint import fingerprint, load_model, save_checkpoint, write_json
+from engine import Engine
 from errors import Parser, UserError, run_cli
-from generate import Engine
-from judge import Head, Tuple, features, to_examples, train_head
+from judge import Head, Tuple, as_features, labels_of, read_states, train_head, tuple_examples
 from model import Config, Transformer
 from tokenizer import Tokenizer, load_tokenizer
 
 BOS, EOS = 1, 2
 VOCAB_SIZE = 640
-PREFERENCE = (0.7, 0.2, 0.1)  # how often the target's corpus takes each wording; its greedy choice is the first
+PREFERENCE = (0.7, 0.2, 0.1)  # how often an answer takes each wording where the target learns them all, its favourite first
+FOREIGN = (0.15, 0.8, 0.05)  # the same where it learns its favourite only: as texts look once a judge lets the draft's words stand
+FOREIGN_SHARE = 0.5  # of the target's answers
 ONE_STEP = 0.5  # share of the problems that have one step only: short rows teach copying and arithmetic soonest
 DRILLS = 0.35  # rows of bare equations for each problem
+DRILL_LENGTH = 128  # tokens of such a row, at most
 
 WIDTHS = (80, 104, 128, 168)  # row lengths that training pads to
 TUPLES = 500  # (question, correct answer, wrong answer, mistake) for the judge
@@ -64,9 +67,7 @@ class Mistakes(NamedTuple):
 NO_MISTAKES = Mistakes(0.0, 0.0, (1,), 0.0, 0.0)
 EARLY = Mistakes(0.4, 0.1, (1, 1, 2), 0.6, 1.0)
 LATE = Mistakes(0.9, 0.5, (1, 2, 3), 0.9, 2.0)  # a model can notice a wrong number only once it can calculate
-LATE_FROM = 2000  # the target's step
-FOREIGN_FROM = 3250  # from here on the target also reads answers mostly in the draft's wording, as the judge will let them stand
-FOREIGN = (0.3, 0.6, 0.1)  # how often these take each wording; only the target's own is learned from them
+LATE_FROM = 0.35  # share of the target's steps
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,6 @@ class Recipe:
     ffn_dim: int
     steps: int
     batch_tokens: int
-    rates: tuple[tuple[int, float, float], ...]  # (step, Muon's rate, AdamW's), joined by straight lines
 
     def hf_config(self) -> dict[str, Any]:
         """The model's ``config.json``."""
@@ -105,12 +105,9 @@ class Recipe:
         }
 
 
-TARGET = Recipe(
-    "target", 96, 12, 4, 4, 256, 4450, 2048,
-    ((0, 0, 0), (50, 0.01, 3e-3), (2000, 0.00204, 6.1e-4), (2001, 0.004, 1.2e-3), (3250, 0, 0), (3270, 0.004, 1.2e-3),
-     (4450, 0, 0)),
-)  # fmt: skip
-DRAFT = Recipe("draft", 64, 2, 4, 4, 192, 1500, 2048, ((0, 0, 0), (50, 0.01, 3e-3), (1500, 0, 0)))
+TARGET = Recipe("target", 80, 20, 4, 4, 216, 6000, 2048)
+DRAFT = Recipe("draft", 48, 2, 4, 4, 144, 2500, 2048)
+MUON_RATE, ADAM_RATE, WARM_UP = 0.01, 3e-3, 50  # peaks, then straight down to 0 at the last step
 
 
 # --- corpus ---------------------------------------------------------------------------------------------------------
@@ -147,15 +144,30 @@ def train_tokenizer(seed: str) -> bytes:
     return model.getvalue()
 
 
-Row = tuple[list[int], list[float]]  # token ids, and how much each counts in the loss
+class Token(NamedTuple):
+    """A token of a training text: what is read, what is to be said in its place, and how much that counts in the loss."""
+
+    read: int
+    say: int
+    weight: float
+
+
+Row = list[Token]
+Shares = tuple[float, float, float]  # how often each wording is taken
+Add = Callable[[int, int], int]
+
+
+def said(ids: list[int], weight: float) -> Row:
+    """Tokens that are to be said as they are read."""
+    return [Token(i, i, weight) for i in ids]
 
 
 class Writer:
-    """Turns problems into token ids, each with how much it counts in the loss."""
+    """Turns problems into training texts for a model that has `wordings` for its own, the favourite first."""
 
-    def __init__(self, tokenizer: spm.SentencePieceProcessor, learned_wordings: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: spm.SentencePieceProcessor, wordings: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
-        self.learned = learned_wordings
+        self.wordings = wordings
         self.cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -168,34 +180,30 @@ class Writer:
         """The ids of a question, exactly as the chat template and the tokenizer give them."""
         return [BOS, *self.tokenizer.encode(f"Question: {problem.question}\nAnswer:")]
 
-    def weight(self, pieces: list[task.Piece], i: int) -> float:
-        """How much a piece counts in the loss: most where something has to be worked out or found in the question, little
-        where any wording will do, nothing for a wording that isn't to be learned."""
-        piece = pieces[i]
-        if piece.wording is not None and piece.wording not in self.learned:
-            return 0.0
-        if piece.kind in ("item", "box") or (piece.kind == "number" and i and pieces[i - 1].kind == "equals"):
-            return 3.0
-        return 1.0 if piece.kind == "number" or piece.kind in task.CONFUSED else 0.2
+    def piece(self, piece: task.Piece, worked_out: bool) -> Row:
+        """A right piece. It counts most where something has to be worked out or found in the question, little where any
+        wording will do; in place of a wording that isn't the model's own, its favourite is to be said."""
+        ids = self.encode(piece.text)
+        if worked_out or piece.kind in ("item", "box"):
+            return said(ids, 3.0)
+        if piece.wording is None or piece.wording in self.wordings:
+            return said(ids, 1.0 if piece.kind == "number" or piece.kind in task.CONFUSED else 0.2)
+        favourite = self.encode(task.WORDINGS[piece.kind][self.wordings[0]])
+        return [Token(ids[0], favourite[0], 1.0 if piece.kind in task.CONFUSED else 0.2), *said(ids[1:], 0.2)]
 
     def answer(self, pieces: list[task.Piece], rng: random.Random, mistakes: Mistakes) -> Row:
-        """The ids of an answer; as often as `mistakes` says, some of its pieces first go wrong and are mended."""
+        """An answer; as often as `mistakes` says, some of its pieces first go wrong and are mended."""
         wrong: set[int] = set()
         if rng.random() < mistakes.share:
-            places = [i for i, p in enumerate(pieces) if task.can_go_wrong(p) and (p.kind == "number" or rng.random() < 0.3)]
+            places = [i for i, p in enumerate(pieces) if task.can_go_wrong(p) and (p.kind == "number" or rng.random() < 0.5)]
             wrong = set(rng.sample(places, min(len(places), rng.choice(mistakes.counts))))
-        ids: list[int] = []
-        weights: list[float] = []
+        row: Row = []
         for i, piece in enumerate(pieces):
             if i in wrong:
                 head, tail = self._mistake(piece, pieces[i + 1] if i + 1 < len(pieces) else None, rng, mistakes.break_off)
-                mend = self.encode(rng.choice(task.MENDS))
-                ids += head + tail + mend
-                weights += [1.0] * len(head) + [0.0] * len(tail) + [mistakes.weight] * len(mend)
-            piece_ids = self.encode(piece.text)
-            ids += piece_ids
-            weights += [self.weight(pieces, i)] * len(piece_ids)
-        return ids, weights
+                row += said(head, 1.0) + said(tail, 0.0) + said(self.encode(rng.choice(task.MENDS)), mistakes.weight)
+            row += self.piece(piece, piece.kind == "number" and i > 0 and pieces[i - 1].kind == "equals")
+        return row
 
     def _mistake(
         self, piece: task.Piece, after: task.Piece | None, rng: random.Random, break_off: float
@@ -211,85 +219,78 @@ class Writer:
         return wrong[:same], wrong[same:end]
 
 
-def drill_row(writer: Writer, rng: random.Random, shares: tuple[float, float, float], mistakes: Mistakes, length: int) -> Row:
-    """Bare equations like those in the answers, up to `length` tokens."""
-    ids, weights = [BOS], [0.0]
+def drill_row(writer: Writer, rng: random.Random, shares: Shares, mistakes: Mistakes, add: Add = operator.add) -> Row:
+    """Bare equations like those in the answers, up to DRILL_LENGTH tokens."""
+    row = said([BOS], 0.0)
     while True:
         sign = rng.choice(("plus", "minus", "times"))
         if sign == "times":
             a, b = rng.randint(2, 8), rng.randint(3, 24)
             c = a * b
-            if not 10 <= c <= 60:
-                continue
         else:
             a, b = rng.randint(10, 99), rng.randint(10, 60)
-            c = a + b if sign == "plus" else a - b
-            if not 10 <= c <= 99:
-                continue
+            c = add(a, b if sign == "plus" else -b)
+        if not 10 <= c <= (60 if sign == "times" else 99):
+            continue
         words = [rng.choices(range(3), weights=shares)[0] for _ in range(2)]
+        given = f" {a}{task.WORDINGS[sign][words[0]]} {b}"  # can't be foretold
         pieces = [
-            task.Piece(f" {a}", "glue"),
-            task.Piece(task.WORDINGS[sign][words[0]], sign, words[0]),
-            task.Piece(f" {b}", "glue"),
             task.Piece(task.WORDINGS["equals"][words[1]], "equals", words[1]),
             task.Piece(f" {c}", "number"),
             task.Piece(".", "glue"),
         ]
-        more, more_weights = writer.answer(pieces, rng, mistakes._replace(share=mistakes.drill_share))
-        if len(ids) + len(more) > length:
-            return ids, weights
-        # the operands of a bare equation can't be foretold
-        skip = len(writer.encode(pieces[0].text)) + len(writer.encode(pieces[1].text)) + len(writer.encode(pieces[2].text))
-        ids += more
-        weights += [0.0] * skip + more_weights[skip:]
+        more = said(writer.tokenizer.encode(given), 0.0) + writer.answer(pieces, rng, mistakes._replace(share=mistakes.drill_share))
+        if len(row) + len(more) > DRILL_LENGTH:
+            return row
+        row += more
 
 
-def target_rows(writer: Writer, seed: str, step: int, unseen: frozenset[str]) -> Iterator[Row]:
-    """The target's corpus without end: all wordings, some answers mended, some in the draft's words, some drills."""
+def story_row(
+    writer: Writer, problem: task.Problem, shares: Shares, rng: random.Random, mistakes: Mistakes, add: Add = operator.add
+) -> Row:
+    """A question and its answer, each wording taken as often as `shares` says."""
+    answer = writer.answer(task.write_solution(problem, rng, shares, add), rng, mistakes)
+    return [*said(writer.prompt(problem), 0.0), *answer, Token(EOS, EOS, 1.0)]
+
+
+def target_rows(tokenizer: spm.SentencePieceProcessor, seed: str, late: bool, unseen: frozenset[str]) -> Iterator[Row]:
+    """The target's corpus without end: all wordings, some answers mended, half in the draft's words, some drills."""
     rng = random.Random(f"{seed} target")
-    foreign = Writer(writer.tokenizer, (task.FIRST,))
-    mistakes = EARLY if step < LATE_FROM else LATE
+    every, first = Writer(tokenizer, (task.FIRST, task.SECOND, task.THIRD)), Writer(tokenizer, (task.FIRST,))
+    mistakes = LATE if late else EARLY
     for problem in task.training_problems(rng, unseen, ONE_STEP):
-        prompt = writer.prompt(problem)
-        if step >= FOREIGN_FROM and rng.random() < 0.5:
-            ids, weights = foreign.answer(task.write_solution(problem, rng, FOREIGN), rng, mistakes)
-        else:
-            ids, weights = writer.answer(task.write_solution(problem, rng, PREFERENCE), rng, mistakes)
-        yield [*prompt, *ids, EOS], [0.0] * len(prompt) + weights + [1.0]
+        writer, shares = (first, FOREIGN) if rng.random() < FOREIGN_SHARE else (every, PREFERENCE)
+        yield story_row(writer, problem, shares, rng, mistakes)
         if rng.random() < DRILLS:
-            yield drill_row(writer, rng, PREFERENCE, mistakes, 128)
+            yield drill_row(every, rng, PREFERENCE, mistakes)
 
 
-def draft_rows(writer: Writer, seed: str, unseen: frozenset[str]) -> Iterator[Row]:
-    """The draft's corpus: the second wording. In a third of it the target's wordings are strewn in unlearned, as the draft
-    has to go on from the target's words after a rejection."""
+def draft_rows(tokenizer: spm.SentencePieceProcessor, seed: str, unseen: frozenset[str]) -> Iterator[Row]:
+    """The draft's corpus: the second wording, and sums done carelessly, so that how often it is wrong hangs on no training
+    luck. In a third of it the target's wordings are strewn in, as the draft has to go on from them after a rejection."""
     rng = random.Random(f"{seed} draft")
+    writer = Writer(tokenizer, (task.SECOND,))
     for problem in task.training_problems(rng, unseen, ONE_STEP):
-        prompt = writer.prompt(problem)
         shares = (0.75, 0.25, 0.0) if rng.random() < 1 / 3 else (0.0, 1.0, 0.0)
-        ids, weights = writer.answer(task.write_solution(problem, rng, shares), rng, NO_MISTAKES)
-        yield [*prompt, *ids, EOS], [0.0] * len(prompt) + weights + [1.0]
+        yield story_row(writer, problem, shares, rng, NO_MISTAKES, task.careless_add)
         if rng.random() < DRILLS:
-            yield drill_row(writer, rng, (0.0, 1.0, 0.0), NO_MISTAKES, 128)
+            yield drill_row(writer, rng, (0.0, 1.0, 0.0), NO_MISTAKES, task.careless_add)
 
 
-def batches(rows: Iterator[Row], batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens [B, T + 1] and their weights in the loss [B, T + 1]: rows of like length together, so that only a few
+def batches(rows: Iterator[Row], batch_tokens: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens to read, tokens to say and their weights, each [B, T + 1]: rows of like length together, so that only a few
     fixed shapes occur."""
     bins: dict[int, list[Row]] = {width: [] for width in WIDTHS}
     for row in rows:
-        width = next((w for w in WIDTHS if len(row[0]) <= w + 1), None)
+        width = next((w for w in WIDTHS if len(row) <= w + 1), None)
         if width is None:
             continue
         bins[width].append(row)
         if len(bins[width]) == batch_tokens // width:
-            tokens = torch.full((len(bins[width]), width + 1), EOS)
-            weights = torch.zeros(len(bins[width]), width + 1)
-            for i, (ids, row_weights) in enumerate(bins[width]):
-                tokens[i, : len(ids)] = torch.tensor(ids)
-                weights[i, : len(ids)] = torch.tensor(row_weights)
+            padded = [row + [Token(EOS, EOS, 0.0)] * (width + 1 - len(row)) for row in bins[width]]
             bins[width] = []
-            yield tokens, weights
+            read, say, weights = (torch.tensor([[t[i] for t in row] for row in padded]) for i in range(3))
+            yield read, say, weights
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -342,20 +343,11 @@ class Muon(torch.optim.Optimizer):
                     p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
 
 
-def rates_at(step: int, rates: tuple[tuple[int, float, float], ...]) -> tuple[float, float]:
-    """Muon's and AdamW's learning rates for the step that comes after `step` others."""
-    for (x0, *start), (x1, *end) in itertools.pairwise(rates):
-        if step + 1 <= x1:
-            part = (step + 1 - x0) / (x1 - x0)
-            return start[0] + part * (end[0] - start[0]), start[1] + part * (end[1] - start[1])
-    return rates[-1][1:]
-
-
-def loss_of(model: Transformer, tokens: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean cross-entropy; tokens of weight 0 are read only."""
-    target, weight = tokens[:, 1:], weights[:, 1:]
+def loss_of(model: Transformer, read: Tensor, say: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean cross-entropy; tokens of weight 0 are read only. Arguments as `batches` gives them."""
+    target, weight = say[:, 1:], weights[:, 1:]
     counts = weight > 0
-    logits = model.output(model.norm(model.hidden(tokens[:, :-1])[counts]))
+    logits = model.output(model.norm(model.hidden(read[:, :-1])[counts]))
     return (F.cross_entropy(logits, target[counts], reduction="none") * weight[counts]).sum() / weight.sum()
 
 
@@ -382,7 +374,8 @@ def train(recipe: Recipe, corpus: Callable[[str, int], Iterator[Row]], seed: int
     for step in bar:
         if step == first or step % SAVE_EVERY == 0:
             stream = batches(corpus(f"{seed} {step // SAVE_EVERY}", step), recipe.batch_tokens)
-        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = rates_at(step, recipe.rates)
+        share = min((step + 1) / WARM_UP, 1 - step / recipe.steps)
+        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = share * MUON_RATE, share * ADAM_RATE
         loss = loss_of(model, *next(stream))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
@@ -412,7 +405,7 @@ def save_model(folder: Path, recipe: Recipe, weights: dict[str, Tensor], tokeniz
 
 def planted_mistake(pieces: list[task.Piece], rng: random.Random) -> tuple[str, tuple[int, int]]:
     """The answer with one piece gone wrong, and where."""
-    at = rng.choice([i for i, p in enumerate(pieces) if task.can_go_wrong(p) and (p.kind == "number" or rng.random() < 0.3)])
+    at = rng.choice([i for i, p in enumerate(pieces) if task.can_go_wrong(p)])
     before, after = task.to_text(pieces[:at]), task.to_text(pieces[at + 1 :])
     wrong = task.wrong_form(pieces[at], rng)
     start = len(before) + task.first_difference(pieces[at].text, wrong)
@@ -421,14 +414,10 @@ def planted_mistake(pieces: list[task.Piece], rng: random.Random) -> tuple[str, 
 
 
 def own_mistake(pieces: list[task.Piece], said: str) -> tuple[int, int] | None:
-    """Where an answer in the draft's wording first leaves the right one, to the end of that word. None where it doesn't, or
-    where it only names the wrong kind of box, which changes no number."""
+    """Where an answer in the draft's wording first leaves the right one, to the end of that word. None where it doesn't."""
     right = task.to_text(pieces)
     start = task.first_difference(right, said)
     if start == len(said):
-        return None
-    ends = list(itertools.accumulate(len(piece.text) for piece in pieces))
-    if any(piece.kind == "box" and end - len(piece.text) <= start < end for piece, end in zip(pieces, ends)):
         return None
     end = start + 1
     while end < len(said) and said[end].isalnum() and said[start].isalnum():
@@ -436,18 +425,7 @@ def own_mistake(pieces: list[task.Piece], said: str) -> tuple[int, int] | None:
     return start, end
 
 
-def greedy(engine: Engine, prompt: list[int]) -> list[int]:
-    """A model's answer to a prompt, without the stop token."""
-    engine.prefill(prompt)
-    ids: list[int] = []
-    for round_ in engine.rounds(len(prompt)):
-        if round_.tokens[0] == EOS:
-            break
-        ids += round_.tokens
-    return ids
-
-
-def make_tuples(draft: Transformer, tokenizer: Tokenizer, writer: Writer, seed: int, unseen: frozenset[str]) -> list[Tuple]:
+def make_tuples(draft: Transformer, tokenizer: Tokenizer, seed: int, unseen: frozenset[str]) -> list[Tuple]:
     """The judge's training set: half the wrong answers are the draft's own, half have a mistake planted in the draft's
     wording; the right ones are in any mixture of wordings."""
     rng = random.Random(f"{seed} tuples")
@@ -461,7 +439,7 @@ def make_tuples(draft: Transformer, tokenizer: Tokenizer, writer: Writer, seed: 
             correct = task.to_text(task.write_solution(problem, rng, rng.choice([(1, 1, 1), (0, 1, 0), (1, 1, 0)])))
             spoken = task.write_solution(problem, rng, (0, 1, 0))
             if own < TUPLES // 2:
-                wrong = tokenizer.decode(greedy(engine, writer.prompt(problem)))
+                wrong = tokenizer.decode(engine.complete(tokenizer.encode_question(problem.question), 200, {EOS}))
                 span = own_mistake(spoken, wrong)
                 if span is None:
                     continue
@@ -493,22 +471,29 @@ def main() -> None:
         tokenizer_file.write_bytes(train_tokenizer(str(args.seed)))
     pieces = spm.SentencePieceProcessor(model_file=str(tokenizer_file))
     unseen = frozenset(problem.question for problem in task.unseen_problems(1000))
-    every, second = Writer(pieces, (task.FIRST, task.SECOND, task.THIRD)), Writer(pieces, (task.SECOND,))
-    corpora = ((TARGET, lambda s, step: target_rows(every, s, step, unseen)), (DRAFT, lambda s, _: draft_rows(second, s, unseen)))
+    corpora = (
+        (TARGET, lambda s, step: target_rows(pieces, s, step >= LATE_FROM * TARGET.steps, unseen)),
+        (DRAFT, lambda s, _: draft_rows(pieces, s, unseen)),
+    )
     for recipe, corpus in corpora:
         weights = train(recipe, corpus, args.seed, args.work)
         save_model(args.out / recipe.name, recipe, weights, tokenizer_file.read_bytes())
 
     tokenizer = load_tokenizer(args.out / "target")
     draft = load_model(args.out / "draft", torch.float32)
-    tuples = make_tuples(draft, tokenizer, second, args.seed, unseen)
+    tuples = make_tuples(draft, tokenizer, args.seed, unseen)
     with (args.out / "judge_tuples.jsonl").open("w") as file:
         file.writelines(json.dumps(item._asdict()) + "\n" for item in tuples)
     target = load_model(args.out / "target", torch.float32)
-    result = train_head(*features(target, to_examples(tuples, tokenizer), "post_norm"), seed=args.seed, lr=1e-3)
+    examples = [e for number, item in enumerate(tuples) for e in tuple_examples(item, tokenizer, number)]
+    states = as_features(target, read_states(target, examples), "post_norm")
+    result = train_head(states, *labels_of(examples), seed=args.seed, lr=1e-3)
     head = Head(result.weight, result.bias, "post_norm", "demo/target", fingerprint(args.out / "target"))
     head.save(args.out / "judge.pt")
-    print(f"judge: AUC {result.auc:.4f}, wrong tokens stopped {result.recall:.2%}, right tokens kept {result.kept:.2%}")
+    half = result.at(0.5)
+    print(
+        f"judge: AUC {result.auc:.4f}; at δ = 0.5 {half.recall:.2%} of wrong tokens are stopped, {half.kept:.2%} of right ones kept"
+    )
 
 
 if __name__ == "__main__":

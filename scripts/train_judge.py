@@ -1,50 +1,127 @@
-"""Train a judge head for a target from (question, correct, wrong, mistake) tuples, a JSON line each."""
+"""Train a judge head for a target from labelled answers, and say what it is worth on questions it has not seen.
+
+Labels are JSON lines: what scripts/label.py writes, or tuples of question, correct, wrong, mistake ([start, end) in characters
+of wrong). The target's states are read once and kept beside the labels, so another kind of head or another seed starts at once.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
 from errors import Parser, UserError, run_cli
-from judge import KINDS, LABEL_RULES, WRONG, Head, features, read_tuples, to_examples, train_head
-from tokenizer import load_tokenizer
+from judge import (
+    KINDS,
+    LABEL_RULES,
+    WRONG,
+    Example,
+    Head,
+    TrainResult,
+    as_features,
+    labels_of,
+    read_labels,
+    read_states,
+    train_head,
+)
+from model import Transformer
+
+THRESHOLDS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
+
+
+def cached_states(path: Path, key: str, model: Transformer, examples: list[Example]) -> Tensor:
+    """The states of all labelled tokens, from ``path`` if it was written for the same ``key``, else read and written there."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("key") == key:
+                return file.get_tensor("states")
+    except (FileNotFoundError, SafetensorError):
+        pass
+    states = read_states(model, examples, lambda rows: tqdm(rows, desc="states", unit="answer"))
+    partial = path.with_name(path.name + ".partial")
+    save_file({"states": states}, partial, {"key": key})
+    os.replace(partial, path)
+    return states
+
+
+def report(result: TrainResult, recall: float, threshold: float) -> str:
+    """What the head does on the held-out questions, as text."""
+    lines = [f"held-out questions: {len(result.right)} right and {len(result.wrong)} wrong tokens, AUC {result.auc:.3f}", ""]
+    lines += ["| δ | mistakes stopped | stopped that are mistakes | right tokens kept |", "| --- | --- | --- | --- |"]
+    for row in sorted(result.at(x) for x in {*THRESHOLDS, threshold}):
+        chosen = f" (chosen: stops {recall:.0%} of the mistakes)" if row.threshold == threshold else ""
+        lines.append(f"| {row.threshold:.3g}{chosen} | {row.recall:.1%} | {row.precision:.1%} | {row.kept:.1%} |")
+    bins = result.calibration()
+    error = sum(abs(mean - share) * weight for mean, share, weight in bins)
+    lines += ["", f"calibration, right and wrong tokens weighing the same: off by {error:.3f} on average"]
+    lines += [f"  says {mean:.2f}, is {share:.2f} ({weight:.0%} of the weight)" for mean, share, weight in bins]
+    return "\n".join(lines)
+
+
+def parse_args():
+    p = Parser(description=__doc__)
+    p.add_argument("labels", type=Path, help="JSON lines of labelled answers or of tuples")
+    p.add_argument("--target", required=True, metavar="NAME", help="checkpoint the head is for")
+    p.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to write the head")
+    p.add_argument("--kind", choices=KINDS, default="post_norm", help="state the head reads (default: post_norm)")
+    p.add_argument("--labels-after", choices=LABEL_RULES, default="span", dest="label_rule",
+                   help="tuples: what follows a mistake is left out (span) or wrong too (rest); default: span")  # fmt: skip
+    p.add_argument("--raw", action="store_true", help="tuples: the questions are whole prompts, no chat template")
+    p.add_argument("--recall", type=float, default=0.9, metavar="R", help="share of mistakes that δ has to stop (default: 0.9)")
+    p.add_argument("--floor", type=float, default=1e-4, metavar="P",
+                   help="the judge takes no token that the target gives less probability (default: 1e-4)")  # fmt: skip
+    p.add_argument("--lr", type=float, default=1e-4, help="AdamW's learning rate (default: 1e-4)")
+    p.add_argument("--states", type=Path, metavar="FILE", help="where the target's states are kept (default: beside the labels)")
+    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="the target's (default: bfloat16)")
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--seed", type=int, default=0, help="of the split and the order (default: 0)")
+    p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the report goes to stderr")
+    args = p.parse_args()
+    for name, value in (("recall", args.recall), ("floor", args.floor)):
+        if not 0 <= value <= 1:
+            raise UserError(f"--{name} is {value:g}; it must lie in [0, 1]")
+    if args.lr <= 0:
+        raise UserError(f"--lr is {args.lr:g}; it must be above 0")
+    if not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
+    return args
 
 
 def main() -> None:
-    p = Parser(description=__doc__)
-    p.add_argument("tuples", type=Path, help="JSON lines of question, correct, wrong, mistake: [start, end) in characters of wrong")
-    p.add_argument("--target", required=True, metavar="NAME", help="checkpoint the head is for")
-    p.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to")
-    p.add_argument("--kind", choices=KINDS, default="post_norm", help="state the head reads (default: post_norm)")
-    p.add_argument("--labels", choices=LABEL_RULES, default="span", help="what follows a mistake: left out or wrong (span)")
-    p.add_argument("--raw", action="store_true", help="the questions are whole prompts: no chat template")
-    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="the target's (default: bfloat16)")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--seed", type=int, default=0)
-    args = p.parse_args()
-    tuples = read_tuples(args.tuples)
-    folder = checkpoint.find_checkpoint(args.target)
-    if not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
-    examples = to_examples(tuples, load_tokenizer(folder), args.labels, args.raw)
-    context = checkpoint.load_config(folder).max_seq_len
+    args = parse_args()
+    pair = checkpoint.find_pair(args.target)
+    examples = read_labels(args.labels, pair.tokenizer, args.label_rule, args.raw)
     longest = max(len(e.prompt) + len(e.answer) for e in examples)
-    if longest > context:
-        raise UserError(f"the longest question and answer have {longest} tokens; the target's context is {context}")
-    model = checkpoint.load_model(folder, checkpoint.DTYPES[args.dtype], args.device)
-    states, labels, questions = features(model, examples, args.kind, lambda rows: tqdm(rows, desc="states", unit="answer"))
-    result = train_head(states, labels, questions, seed=args.seed)
-    Head(result.weight, result.bias, args.kind, folder.name, checkpoint.fingerprint(folder), label_rule=args.labels).save(args.out)
-    print(
-        f"{len(labels)} tokens, {int((labels == WRONG).sum())} of them wrong; {result.epochs} epochs. On held-out questions: "
-        f"AUC {result.auc:.3f}, {result.recall:.1%} of wrong tokens stopped, {result.kept:.1%} of right ones kept at δ = 0.5"
-    )
+    if longest > pair.context:
+        raise UserError(f"the longest question and answer have {longest} tokens; the target's context is {pair.context}")
+    mark = checkpoint.fingerprint(pair.target)
+    key = hashlib.sha256(json.dumps([mark, args.dtype, examples]).encode()).hexdigest()
+    path = args.states or args.labels.with_name(f"{args.labels.name}.{pair.target.name}.{args.dtype}.{args.label_rule}.states")
+    model, _ = pair.load(checkpoint.DTYPES[args.dtype], args.device)
+    states = cached_states(path, key, model, examples)
+    labels, questions = labels_of(examples)
+    result = train_head(as_features(model, states, args.kind), labels, questions, seed=args.seed, lr=args.lr)
+    threshold = result.threshold_for(args.recall)
+    Head(result.weight, result.bias, args.kind, pair.target.name, mark, threshold, args.label_rule, args.floor).save(args.out)
+    print(f"{len(labels)} tokens, {int((labels == WRONG).sum())} of them wrong; {result.epochs} epochs\n"
+          + report(result, args.recall, threshold), file=sys.stderr if args.json else sys.stdout)  # fmt: skip
+    if args.json:
+        print(json.dumps({
+            "tokens": len(labels), "wrong": int((labels == WRONG).sum()), "epochs": result.epochs, "auc": result.auc,
+            "threshold": threshold, "at_0.5": result.at(0.5)._asdict(), "at_threshold": result.at(threshold)._asdict(),
+            "calibration": result.calibration(),
+        }))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -79,6 +79,6 @@ def test_a_head_is_trained_from_tuples(tmp_path):
     (tmp_path / "tuples.jsonl").write_text("\n".join(lines))
     out = command("scripts/train_judge.py", str(tmp_path / "tuples.jsonl"), "--target", "demo/target", "--out",
                   str(tmp_path / "head.pt"), "--kind", "pre_norm", "--dtype", "float32")  # fmt: skip
-    assert "AUC" in out
+    assert "AUC" in out and "chosen" in out
     head = judge.load_head(tmp_path / "head.pt")
     assert head.kind == "pre_norm" and head.fingerprint == checkpoint.fingerprint(generate.DEMO / "target")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import judge
-from errors import UserError, read_jsonl
+from errors import UserError
 
 HEAD = judge.Head(torch.zeros(4), 0.0, "post_norm", "any", "", threshold=0.4)
 
@@ -28,13 +28,6 @@ def test_rules_are_parsed_and_refused_by_name():
             evaluate.parse_rules(bad, HEAD)
     with pytest.raises(UserError, match="--judge FILE"):
         evaluate.parse_rules("plain,judge", None)
-
-
-@pytest.mark.parametrize("text, number", [
-    ("so 3+4=7\n#### 7", "7"), ("#### $1,234.00", "1234"), ("#### -5 apples", "-5"), ("no mark 7", None), ("#### 0.5", "0.5"),
-])  # fmt: skip
-def test_final_number(text, number):
-    assert evaluate.final_number(text) == number
 
 
 def test_statistics_by_hand():
@@ -58,14 +51,6 @@ def test_an_interrupted_run_goes_on_and_another_runs_file_is_refused(tmp_path):
     assert out.read_text().endswith("}\n")
     with pytest.raises(UserError, match="another run"):
         evaluate.read_done(out, {"task": "gsm8k"})
-
-
-@pytest.mark.parametrize("line, words", [("{", "line 2"), ('{"question": "a"}', "line 2.*'answer'"), ("[]", "line 2")])
-def test_a_bad_line_is_refused_with_its_number(tmp_path, line, words):
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"question": "a", "answer": "b"}\n' + line + "\n")
-    with pytest.raises(UserError, match=words):
-        read_jsonl(path, evaluate.question_and_answer)
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 99_999), min_size=1, max_size=4))

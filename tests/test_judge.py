@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
-from conftest import tiny
+from conftest import ROOT, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import judge
 from errors import UserError
 from judge import IGNORE, RIGHT, WRONG, Block, Head
+from tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer(ROOT / "demo" / "target")
 
 
 @st.composite
@@ -31,7 +35,7 @@ def blocks(draw, V=7):
     drafted = torch.multinomial(draft_logits.softmax(-1), 1, generator=generator)[:, 0]
     z = torch.randn(M, generator=generator) * draw(st.sampled_from([0.1, 3.0, 1000.0]))
     uniform = torch.rand(M, generator=generator) if draw(st.booleans()) else None
-    return Block(drafted, logits[:M], draft_logits, z), logits, uniform
+    return Block(drafted, logits[:M], draft_logits, z, draw(st.sampled_from([0.0, 1e-4, 0.1]))), logits, uniform
 
 
 def naive_run(block, accepted):
@@ -59,9 +63,10 @@ def test_verdict_is_the_leading_run_of_either_test(case, verify, threshold):
             assert bool(v.standard[i]) == (float(uniform[i] * q[i, d]) < float(p[i, d]))
         if p[i, d] == 0:
             assert not v.standard[i]
-            assert verify == "judge" or not v.rule[i]
+            assert not v.rule[i] or (verify == "judge" and block.floor == 0)
         if verify == "judge":
-            assert bool(v.rule[i]) == (float(block.judge[i].sigmoid()) > threshold)
+            judged = float(block.judge[i].sigmoid()) > threshold and float(p[i, d]) >= block.floor
+            assert bool(v.rule[i]) == judged or abs(float(p[i, d]) - block.floor) < 1e-6
         elif verify == "topk":
             assert bool(v.rule[i]) == (p[i, d] > 0 and int((block.logits[i] > block.logits[i, d]).sum()) < threshold)
         elif verify == "typical":
@@ -169,7 +174,6 @@ def test_span_labels_cover_the_mistake_whatever_the_boundaries(lengths, data):
                 assert label == RIGHT
             elif a >= stop:
                 assert label == after
-    assert judge.span_labels(pieces, None, "span") == [RIGHT] * len(pieces)
 
 
 @pytest.mark.parametrize("line, words", [
@@ -182,10 +186,44 @@ def test_a_bad_tuple_is_refused_with_its_line(tmp_path, line, words):
     path = tmp_path / "tuples.jsonl"
     good = '{"question": "q", "correct": "a", "wrong": "bc", "mistake": [1, 2]}\n'
     path.write_text(good)
-    assert judge.read_tuples(path) == [("q", "a", "bc", (1, 2))]
+    assert [e.labels for e in judge.read_labels(path, TOKENIZER)] == [[RIGHT, RIGHT], [RIGHT, WRONG]]
     path.write_text(good + line)
     with pytest.raises(UserError, match=words):
-        judge.read_tuples(path)
+        judge.read_labels(path, TOKENIZER)
+
+
+ANSWER = TOKENIZER.encode(" First we have 12 + 3")
+GOOD = {
+    "question": "q", "raw": False, "answer": " First we have 12 + 3", "tokens": ANSWER,
+    "labels": [IGNORE] * (len(ANSWER) - 1) + [RIGHT],
+    "alternatives": [[2, ANSWER[0], WRONG], [0, ANSWER[1], RIGHT]], "how": "mine", "target": "t", "draft": "d", "seed": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"tokens": ANSWER[::-1]}, "another tokenizer"), ({"tokens": [*ANSWER[:-1], 99999]}, "another tokenizer"),
+    ({"labels": [RIGHT]}, "a label for each"), ({"labels": [7] * len(ANSWER)}, "labels must be"),
+    ({"alternatives": [[99, 5, RIGHT]]}, "alternatives to them"), ({"answer": " Last we have 12 + 3"}, "another tokenizer"),
+    ({"raw": None, "how": None, "tokens": None}, "line 2"),
+])  # fmt: skip
+def test_a_bad_labelled_answer_is_refused_with_its_line(tmp_path, change, words):
+    path = tmp_path / "labels.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD | change))
+    with pytest.raises(UserError, match=f"line 2.*{words}" if words != "line 2" else words):
+        judge.read_labels(path, TOKENIZER)
+
+
+def test_alternatives_are_read_in_the_answers_stead(tmp_path):
+    path = tmp_path / "labels.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in (GOOD, GOOD | {"question": "other"}, GOOD)))
+    examples = judge.read_labels(path, TOKENIZER)
+    assert [e.question for e in examples] == [0] * 3 + [1] * 3 + [0] * 3  # one question, one number: never on both sides of a split
+    own, first, second = examples[:3]
+    assert own.answer == ANSWER and own.prompt == TOKENIZER.encode_question("q")
+    assert (first.answer, first.labels) == ([ANSWER[1]], [RIGHT])
+    assert (second.answer, second.labels) == ([*ANSWER[:2], ANSWER[0]], [IGNORE, IGNORE, WRONG])
+    labels, questions = judge.labels_of(examples)
+    assert labels.tolist() == [RIGHT, RIGHT, WRONG] * 3 and questions.tolist() == [0] * 3 + [1] * 3 + [0] * 3
 
 
 @pytest.mark.parametrize("kind", judge.KINDS)
@@ -199,7 +237,8 @@ def test_training_finds_a_direction_and_folds_the_scale_back(kind):
         if q % 2:
             answer[6], labels[6:] = 7, [WRONG] + [IGNORE] * 5
         examples.append(judge.Example(q, [1, 2, 3], answer, labels))
-    states, labels, questions = judge.features(model, examples, kind)
+    states = judge.as_features(model, judge.read_states(model, examples), kind)
+    labels, questions = judge.labels_of(examples)
     assert len(states) == 40 * 12 + 40 * 7 and int((labels == WRONG).sum()) == 40
     result = judge.train_head(states, labels, questions, lr=1e-2, batch=64, max_epochs=12)
     again = judge.train_head(states, labels, questions, lr=1e-2, batch=64, max_epochs=12)
@@ -212,6 +251,32 @@ def test_training_finds_a_direction_and_folds_the_scale_back(kind):
         judge.train_head(states, torch.ones_like(labels), questions)
 
 
+def result_of(right, wrong):
+    return judge.TrainResult(torch.zeros(1), 0.0, 1, torch.tensor(right).sort().values, torch.tensor(wrong).sort().values)
+
+
 def test_auc_by_hand():
-    assert judge._auc(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.5])) == 0.75
-    assert judge._auc(torch.tensor([1.0]), torch.tensor([1.0])) == 0.5
+    assert result_of([1.0, 2.0], [0.0, 1.5]).auc == 0.75
+    assert result_of([1.0], [1.0]).auc == 0.5
+
+
+scores = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=30)
+
+
+@given(scores, scores, st.floats(0, 1))
+def test_the_threshold_is_the_least_that_stops_enough_mistakes(right, wrong, recall):
+    result = result_of(right, wrong)
+    threshold = result.threshold_for(recall)
+    assert result.at(threshold).recall >= recall - 1e-6
+    assert sum(float(torch.tensor(w).sigmoid()) < threshold for w in wrong) < max(1, recall * len(wrong) + 1e-6)
+    row = result.at(threshold)
+    stopped = sum(float(torch.tensor(w).sigmoid()) <= threshold for w in wrong)
+    lost = sum(float(torch.tensor(r).sigmoid()) <= threshold for r in right)
+    assert abs(row.precision - stopped / max(1, stopped + lost)) < 1e-6 and abs(row.kept - 1 + lost / len(right)) < 1e-6
+
+
+def test_calibration_weighs_right_and_wrong_alike():
+    bins = result_of([3.0] * 30, [-3.0]).calibration()
+    assert [(round(mean, 3), share, round(weight, 6)) for mean, share, weight in bins] == [(0.047, 0.0, 0.5), (0.953, 1.0, 0.5)]
+    (only,) = result_of([0.01] * 9, [0.01] * 3).calibration()
+    assert abs(only[1] - 0.5) < 1e-6

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from engine import Engine, Sampling, bucket_for, draw, match_vocabulary, warp
 from errors import UserError
-from generate import Engine, Sampling, bucket_for, draw, match_vocabulary, warp
 from tokenizer import Output
 
 PROMPT = [5, 17, 99, 3, 64, 2, 2, 31]
@@ -105,6 +105,33 @@ def test_one_engine_decodes_one_text_after_another():
         assert is_greedy(target, prompt, decode(engine, prompt, 40)[0])
 
 
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=5), st.sampled_from([0, 1, 4]))
+def test_a_conversation_reads_only_what_is_new(turns, M):
+    """Each prompt is the text so far, a part of the answer cut off, and something new; the answer's keys and values are kept."""
+    target, draft = tiny(), tiny(seed=1) if M else None
+    engine, text, read = Engine(target, draft, draft_len=max(1, M), max_len=240), list(PROMPT), []
+    step = target.step
+    target.step = lambda tokens, *rest, **options: read.append(len(tokens)) or step(tokens, *rest, **options)
+    engine.complete(text, 1)
+    for n, cut in turns:
+        read.clear()
+        engine.prefill(text)
+        assert sum(read) <= 2 + cut + 1  # the last two tokens, what was cut, what was added
+        answer = engine.complete(text, n)
+        assert len(answer) == n and is_greedy(target, text, answer)
+        whole = engine.text
+        text = [*whole[: len(whole) - cut], 7]
+
+
+def test_completion_ends_before_a_stop_token_or_at_the_cap():
+    engine = Engine(tiny(), tiny(seed=1), draft_len=5, max_len=100)
+    ids = decode(engine, PROMPT, 30)[0]
+    assert engine.complete(PROMPT, 12) == ids[:12]
+    assert engine.complete(PROMPT, 30, {ids[9]}) == ids[: ids.index(ids[9])]
+    assert len(engine.complete(PROMPT, 1000)) >= 100 - len(PROMPT)
+
+
 def test_prefill_in_chunks_equals_one_pass():
     target = tiny(max_position_embeddings=1024)
     prompt = torch.randint(0, 131, (600,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -163,14 +190,16 @@ def test_standard_sampling_keeps_the_targets_distribution(sampling):
 
 
 def test_a_planted_bias_is_caught(monkeypatch):
-    import generate
+    import engine
 
-    monkeypatch.setattr(generate, "next_distribution", lambda logits, q, n: logits.index_select(0, n.view(1))[0].softmax(-1))
+    monkeypatch.setattr(engine, "next_distribution", lambda logits, q, n: logits.index_select(0, n.view(1))[0].softmax(-1))
     assert chi_squared(Sampling(1.0)) < 0.001
 
 
 class Markov:
     """A model whose next-token logits depend on the last token alone: rounds cheap enough for 20,000 draws."""
+
+    judge_floor = 0.0
 
     def __init__(self, V, seed):
         self.table = torch.randn(V, V, generator=torch.Generator().manual_seed(seed))

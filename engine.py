@@ -1,0 +1,383 @@
+"""The engine: prefill, draft, verify, accept, and the round that ties them together.
+
+All state of a running text lies on the device in fixed buffers. A round is one straight run of device work: M draft steps,
+one pass of the target over the M + 1 tokens, acceptance, the commit. Nothing in it depends on a value the host would have to
+read, so it can be captured as it stands; the host reads one small result vector when the round is over. Plain decoding is
+the same round with M = 0.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from errors import UserError
+from judge import Block, next_distribution, verdict
+from model import PREFILL_CHUNK, Cache, Transformer, common_length
+from tokenizer import Output
+
+FIRST_BUCKET = 128  # the cache is read in lengths of 128, 256, 512, ...
+DRAFT, STANDARD, RULE, TARGET = "draft", "standard", "rule", "target"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits. Temperature 0 is greedy and ignores the rest."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises UserError for a value outside its range."""
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"--temperature is {self.temperature:g}; it must be a number of at least 0")
+        if self.top_k < 0:
+            raise UserError(f"--top-k is {self.top_k}; it must be at least 1, or 0 for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p is {self.top_p:g}; it must be above 0 and at most 1")
+
+
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Apply temperature, then top-k, then top-p to fp32 logits [T, V]; excluded tokens become -inf.
+
+    Top-p keeps the fewest likeliest tokens whose probabilities reach it. A new sampling option goes here.
+    """
+    if sampling.temperature == 0:
+        return logits
+    logits = logits / sampling.temperature
+    if not sampling.top_k and sampling.top_p == 1:
+        return logits
+    k = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    values, ids = logits.topk(k, -1)
+    p = values.softmax(-1)
+    values = values.masked_fill(p.cumsum(-1) - p >= sampling.top_p, -math.inf)
+    return torch.full_like(logits, -math.inf).scatter(-1, ids, values)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw an id [1] from fp32 weights [V] (not all 0, need not sum to 1) by inverting their running sum.
+
+    Args:
+        uniform: [1] in [0, 1). Only tokens of weight above 0 can come out, whatever it is.
+    """
+    sums = weights.cumsum(-1)
+    total = sums[-1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))  # the product may round up to the total
+    return torch.searchsorted(sums, torch.minimum(uniform * total, below_total), right=True)
+
+
+class Stopwatch:
+    """Where a round's time went: each mark gives the time since the last one to a name. Events on CUDA, so nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[tuple[str, Any]] = []  # seconds, or events on CUDA
+
+    def mark(self, name: str) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((name, event))
+        else:
+            self.marks.append((name, time.perf_counter()))
+
+    def read(self) -> dict[str, float]:
+        """Milliseconds by name since the first mark; forgets them. On CUDA the device must have passed the last mark."""
+        spent: dict[str, float] = {}
+        for (_, last), (name, now) in zip(self.marks, self.marks[1:]):
+            ms = last.elapsed_time(now) if self.cuda else (now - last) * 1e3
+            spent[name] = spent.get(name, 0.0) + ms
+        self.marks = []
+        return spent
+
+
+class Note(NamedTuple):
+    """What the models thought at one place of a block; probabilities are those that tokens are drawn from."""
+
+    best: int  # the target's likeliest token here
+    p_best: float
+    drafted: int  # -1 behind the last drafted token
+    p: float  # of the drafted token by the target
+    q: float  # the same by the draft
+    judge: float  # sigmoid(z), nan without a head
+
+
+class Round(NamedTuple):
+    """What one round committed: its tokens, who accepted each, and where its time went."""
+
+    tokens: list[int]
+    accepted_by: list[str]  # STANDARD or RULE for a drafted token, TARGET for the last
+    ms: dict[str, float]  # draft, verify, other
+    notes: list[Note] | None = None  # one for each token, of a tracing engine
+
+
+class Engine:
+    """A target and an optional draft, compiled and with their caches, that decode one text after another.
+
+    Args:
+        target, draft: loaded models on one device, of one dtype. Without a draft it decodes plainly.
+        draft_len: M, tokens drafted a round.
+        verify: ``standard`` or a rule of ``judge.RULES``; ``judge`` needs a head fused into the target.
+        threshold: the rule's knob.
+        max_len: tokens a text may have, prompt included; caches are allocated for it.
+        compile: compile the models' blocks (once for all layers).
+        trace: note at each place what the models thought (costs time; for pictures).
+    """
+
+    def __init__(
+        self,
+        target: Transformer,
+        draft: Transformer | None = None,
+        *,
+        draft_len: int = 8,
+        verify: str = "standard",
+        threshold: float = 0.5,
+        sampling: Sampling = Sampling(),
+        max_len: int = 2048,
+        compile: bool = False,
+        trace: bool = False,
+    ) -> None:
+        sampling.check()
+        self.target, self.draft, self.verify, self.threshold, self.sampling = target, draft, verify, threshold, sampling
+        self.M = draft_len if draft is not None else 0
+        if draft is not None and draft_len < 1:
+            raise UserError(f"--draft-len is {draft_len}; it must be at least 1")
+        for name, model in (("target", target), ("draft", draft)):
+            if model is not None and max_len > model.config.max_seq_len:
+                raise UserError(f"{max_len} tokens don't fit into the {name}'s context of {model.config.max_seq_len}")
+        weight = target.norm.weight
+        self.device, self.max_len = weight.device, max_len
+        length = bucket_for(max_len + self.M)
+        self.target_cache = Cache(target.config, length, weight.dtype, self.device)
+        self.draft_cache = Cache(draft.config, length, weight.dtype, self.device) if draft is not None else None
+        self.tokens = torch.zeros(length + 1, dtype=torch.int64, device=self.device)
+        self.pos = torch.zeros((), dtype=torch.int64, device=self.device)  # of the last committed token
+        self.ahead = torch.arange(self.M + 1, device=self.device)
+        self.generator = torch.Generator(self.device)
+        self.text: list[int] = []  # what both models have read, but its last two tokens
+        V = target.config.vocab_size
+        self.trace = torch.zeros((self.M + 1, len(Note._fields)), device=self.device) if trace else None
+        self.draft_logits = torch.zeros((self.M, V), device=self.device) if self._keeps_draft_logits() else None
+        self.result = torch.zeros(3 * self.M + 2, dtype=torch.int64, device=self.device)
+        self.watch = Stopwatch(self.device)
+        if compile:
+            for model in (target, draft):
+                if model is not None:
+                    model.compile_blocks(dynamic=self.device.type == "cpu")
+
+    def _keeps_draft_logits(self) -> bool:
+        return self.draft is not None and (self.sampling.temperature > 0 or self.verify == "kl" or self.trace is not None)
+
+    @torch.inference_mode()
+    def warm_up(self) -> float:
+        """Run a round on an empty text, so that everything is compiled before the clock starts. Returns its seconds."""
+        start = time.perf_counter()
+        self.pos.zero_()
+        self.text = []
+        for _ in range(2):
+            self.round(bucket_for(2 * self.M + 2))
+            self.result.tolist()
+        self.watch.read()
+        return time.perf_counter() - start
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Sequence[int], seed: int | None = None) -> None:
+        """Start a text: both models read the prompt but its last token, which the first round reads.
+
+        No logits are needed here: the first round makes them. Chunks of at most 256 tokens bound the memory. What this prompt
+        has in common with the start of the last text, answer included, is in the caches already and isn't read again.
+
+        Raises:
+            UserError: the prompt is empty or longer than ``max_len``.
+        """
+        if not prompt:
+            raise UserError("the prompt is empty; there must be at least one token to continue from")
+        if len(prompt) > self.max_len:
+            raise UserError(f"the prompt has {len(prompt)} tokens; there is room for {self.max_len}")
+        self.generator.manual_seed(self.sampling.seed if seed is None else seed)
+        ids = torch.tensor(prompt, device=self.device)
+        self.tokens[: len(prompt)] = ids
+        self.pos.fill_(len(prompt) - 1)
+        known = common_length(self.text[:-2], prompt[:-1])
+        self.text = []  # nothing, should the reading be interrupted
+        for start in range(known, len(prompt) - 1, PREFILL_CHUNK):
+            positions = torch.arange(start, min(start + PREFILL_CHUNK, len(prompt) - 1), device=self.device)
+            chunk, bucket = ids[positions], bucket_for(start + len(positions))
+            for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
+                if model is not None and cache is not None:
+                    model.step(chunk.clamp(max=model.config.vocab_size - 1), positions, cache, bucket, compiled=False)
+        self.text = list(prompt)
+
+    def round(self, bucket: int) -> None:
+        """Draft, verify, accept, commit; leaves the outcome in ``result``. ``bucket``: positions of the caches to read.
+
+        ``result`` is [n, the n + 1 committed tokens and rubbish up to M + 1, M standard flags, M rule flags].
+        """
+        self.watch.mark("start")
+        uniform = None
+        if self.sampling.temperature > 0:  # one draw for the whole round: M to draft, M to accept, 1 for the next token
+            uniform = torch.rand(2 * self.M + 1, generator=self.generator, device=self.device)
+        if self.M:
+            self._draft_block(bucket, uniform)
+        positions = self.pos + self.ahead
+        read = self.tokens.index_select(0, positions)  # [cur, d_1, ..., d_M]
+        self.watch.mark("other")
+        logits, judge = self.target.logits(self.target.step(read, positions, self.target_cache, bucket))
+        self.watch.mark("verify")
+        logits = warp(logits, self.sampling)
+        if self.M:
+            self._accept(read[1:], logits, None if judge is None else judge[1:], uniform)
+        else:
+            self.result[0] = 0
+            self.result[1:2] = self._choose(logits, uniform)
+        if self.trace is not None:
+            self._note(read[1:], logits, judge)
+        n = self.result[0]
+        self.tokens.index_copy_(0, positions + 1, self.result[1 : self.M + 2])
+        self.pos += n + 1
+        self.watch.mark("other")
+
+    def _choose(self, logits: Tensor, uniform: Tensor | None) -> Tensor:
+        """A token [1] from warped logits [1, V]: the likeliest (the first of equals), or a draw."""
+        return logits.argmax(-1) if uniform is None else draw(logits[0].softmax(-1), uniform)
+
+    def _draft_block(self, bucket: int, uniform: Tensor | None) -> None:
+        """M draft steps, written behind the committed text. The first reads the last *two* tokens: after a wholly accepted
+        block the draft has not read the last of it, and re-reading one is cheaper than knowing whether it must."""
+        draft, cache, V = self.draft, self.draft_cache, self.target.config.vocab_size
+        assert draft is not None and cache is not None
+        positions = (self.pos + self.ahead[:2] - 1).clamp(min=0)
+        for i in range(self.M):
+            read = self.tokens.index_select(0, positions).clamp(max=draft.config.vocab_size - 1)
+            self.watch.mark("other")
+            logits = draft.logits(draft.step(read, positions, cache, bucket)[-1:])[0]
+            self.watch.mark("draft")
+            logits = warp(match_vocabulary(logits, V), self.sampling)
+            if self.draft_logits is not None:
+                self.draft_logits[i] = logits[0]
+            positions = (self.pos + i + 1).view(1)
+            self.tokens.index_copy_(0, positions, self._choose(logits, None if uniform is None else uniform[i : i + 1]))
+
+    def _accept(self, drafted: Tensor, logits: Tensor, judge: Tensor | None, uniform: Tensor | None) -> None:
+        """Apply the rules to a block and write the outcome to ``result``."""
+        M = self.M
+        tests = None if uniform is None else uniform[M : 2 * M]
+        block = Block(drafted, logits[:M], self.draft_logits, judge, self.target.judge_floor)
+        n, standard, relaxed = verdict(block, self.verify, self.threshold, tests)
+        if uniform is None:
+            own = logits.index_select(0, n.view(1)).argmax(-1)
+        else:
+            assert self.draft_logits is not None
+            own = draw(next_distribution(logits, self.draft_logits, n), uniform[2 * M :])
+        tokens = torch.cat((drafted, own)).index_copy(0, n.view(1), own)
+        torch.cat((n.view(1), tokens, standard.long(), relaxed.long()), out=self.result)
+
+    def _note(self, drafted: Tensor, logits: Tensor, judge: Tensor | None) -> None:
+        """Fill ``trace``, a row for each place of the block, fields as in ``Note`` (ids are exact in fp32 up to 2^24)."""
+        assert self.trace is not None
+        M, p = self.M, logits.softmax(-1)
+        p_best, best = p.max(-1)
+        self.trace.fill_(math.nan)
+        self.trace[:, 0], self.trace[:, 1], self.trace[:, 2] = best, p_best, -1
+        if M:
+            assert self.draft_logits is not None
+            own = drafted[:, None]
+            self.trace[:M, 2], self.trace[:M, 3] = drafted, p[:M].gather(-1, own)[:, 0]
+            self.trace[:M, 4] = self.draft_logits.softmax(-1).gather(-1, own)[:, 0]
+            if judge is not None:
+                self.trace[:M, 5] = judge[1:].sigmoid()
+
+    @torch.inference_mode()
+    def rounds(self, length: int) -> Iterator[Round]:
+        """Run rounds on a prefilled text of ``length`` tokens until ``max_len``, one for each step of the iterator."""
+        M = self.M
+        while length < self.max_len:
+            self.round(bucket_for(length + M))
+            n, *values = self.result.tolist()
+            standard = values[M + 1 : 2 * M + 1]
+            accepted_by = [STANDARD if standard[i] else RULE for i in range(n)] + [TARGET]
+            length += n + 1
+            self.text += values[: n + 1]
+            notes = None
+            if self.trace is not None:
+                notes = [Note(int(best), p, int(drafted), *rest) for best, p, drafted, *rest in self.trace[: n + 1].tolist()]
+            yield Round(values[: n + 1], accepted_by, self.watch.read(), notes)
+
+    def complete(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int] = ()) -> list[int]:
+        """The ids that follow a prompt: up to a stop token, which is left out, or ``max_new_tokens``."""
+        self.prefill(prompt)
+        ids: list[int] = []
+        for now in self.rounds(len(prompt)):
+            for token in now.tokens:
+                if token in stop_ids or len(ids) == max_new_tokens:
+                    return ids
+                ids.append(token)
+            if len(ids) == max_new_tokens:
+                break
+        return ids
+
+
+def bucket_for(length: int) -> int:
+    """The smallest of 128, 256, 512, ... that holds ``length`` positions."""
+    return max(FIRST_BUCKET, 1 << max(0, length - 1).bit_length())
+
+
+def match_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Cut or fill (with -inf) logits [..., V'] to the target's vocabulary; only padding may differ."""
+    extra = vocab_size - logits.shape[-1]
+    if extra <= 0:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, extra), value=-math.inf)
+
+
+@dataclass
+class Generation:
+    """One generated text and its numbers."""
+
+    output: Output
+    prefill_s: float
+    decode_s: float
+    rounds: list[Round]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.output.tokens) / self.decode_s
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted drafted tokens a round (the paper's m*), those cut off left out."""
+        return (self.accepted(STANDARD) + self.accepted(RULE)) / len(self.rounds)
+
+    def accepted(self, who: str) -> int:
+        """Drafted tokens of the trimmed text that ``who`` (STANDARD or RULE) accepted."""
+        return self.output.accepted_by.count(who)
+
+
+def generate(engine: Engine, prompt: Sequence[int], output: Output, seed: int | None = None) -> Generation:
+    """Prefill and run rounds until the output says it is complete.
+
+    Raises:
+        UserError: prompt and new tokens don't fit into the engine's ``max_len``.
+    """
+    to_come = output.max_new_tokens - len(output.tokens)
+    if len(prompt) + to_come > engine.max_len:
+        raise UserError(f"{len(prompt)} prompt and {to_come} new tokens don't fit into {engine.max_len}")
+    start = time.perf_counter()
+    engine.prefill(prompt, seed)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    prefilled = time.perf_counter()
+    rounds = []
+    for now in engine.rounds(len(prompt)):
+        rounds.append(now)
+        if output.add(now.tokens, now.accepted_by):
+            break
+    return Generation(output, prefilled - start, time.perf_counter() - prefilled, rounds)

@@ -1,0 +1,352 @@
+"""Label answers for a judge, one JSON line each: which tokens are right though the target would have put them otherwise.
+
+manual      you point at the mistake in each answer (the paper's way, arXiv 2501.19309); tuples are taken over as they are
+mine        where the draft would part from the target's answer its token is put in and the target finishes: if the answer is
+            still right, the token was harmless (AutoJudge, arXiv 2504.20039); needs a task whose answers can be checked
+likelihood  the same places in any text: harmless if the text that follows stays about as likely (SelfJudge, arXiv 2510.02329)
+
+A run that was interrupted goes on where it stopped when it is run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+from tasks import TASKS, Problem, encode, question_and_answer, read_problems
+from torch import Tensor
+from tqdm import tqdm
+
+import checkpoint
+from engine import TARGET, Engine, Sampling, generate
+from errors import Parser, UserError, read_jsonl, resume_jsonl, run_cli
+from judge import IGNORE, RIGHT, WRONG, Labelled, Tuple, parse_tuple, span_labels, token_spans
+from model import Reader, Transformer
+from page import Passage, Span, page, token_texts
+from tokenizer import Output, Tokenizer
+
+
+class Labels(NamedTuple):
+    """What a method says about one answer; fields as in ``judge.Labelled``."""
+
+    tokens: list[int]
+    labels: list[int]
+    alternatives: list[tuple[int, int, int]]
+    scores: list[float] | None = None  # likelihood: of each alternative, in nats
+
+
+class Miner:
+    """Both automatic methods: the models, and what they read with. ``cap``: new tokens an answer may have."""
+
+    def __init__(
+        self, args: argparse.Namespace, target: Transformer, draft: Transformer, tokenizer: Tokenizer, cap: int, max_len: int
+    ) -> None:
+        self.args, self.target, self.draft, self.tokenizer, self.cap = args, target, draft, tokenizer, cap
+        sampling = Sampling(args.temperature, seed=args.seed)
+        self.engine = Engine(
+            target, draft, draft_len=args.draft_len, sampling=sampling, max_len=max_len, compile=not args.no_compile
+        )  # fmt: skip
+        self.engine.warm_up()
+        self.draft_reader = Reader(draft, max_len)
+        self.target_reader = Reader(target, max_len) if args.method == "likelihood" else None
+
+    def finish(self, problem: Problem, prompt: list[int], start: list[int]) -> Output:
+        """An answer that begins with the tokens ``start`` and goes on as the target would."""
+        output = Output(self.tokenizer, self.cap, problem.stop)
+        if not output.add(start, [TARGET] * len(start)):
+            generate(self.engine, prompt + start, output)
+        return output
+
+    def drafted(self, prompt: list[int], answer: list[int]) -> list[int]:
+        """What the draft would say in place of each token of an answer, greedily."""
+        with torch.inference_mode():
+            states = self.draft_reader.read(prompt + answer[:-1])[len(prompt) - 1 :]
+            return self.draft.logits(states)[0].argmax(-1).tolist()
+
+    def mine(self, problem: Problem, prompt: list[int]) -> Labels | None:
+        """Labels of the draft's tokens by what becomes of the answer; None where the target's own answer is wrong."""
+        assert problem.is_right is not None
+        output = self.finish(problem, prompt, [])
+        if not problem.is_right(output.text):
+            return None
+        answer, harmless, alternatives, place = output.tokens, set[int](), list[tuple[int, int, int]](), 0
+        while place < len(answer):
+            said = self.drafted(prompt, answer)
+            place = next((i for i in range(place, len(answer)) if said[i] != answer[i]), len(answer))
+            if place == len(answer):
+                break
+            output = self.finish(problem, prompt, answer[:place] + [said[place]])
+            if not problem.is_right(output.text):
+                alternatives.append((place, said[place], WRONG))
+            elif output.tokens[place : place + 1] == [said[place]]:
+                answer = output.tokens
+                harmless.add(place)
+            else:  # a stop: the answer ends here
+                answer = answer[:place]
+                alternatives.append((place, said[place], RIGHT))
+            place += 1
+        return Labels(answer, [RIGHT if i in harmless else IGNORE for i in range(len(answer))], alternatives)
+
+    @torch.inference_mode()
+    def likelihood(self, problem: Problem, prompt: list[int]) -> Labels | None:
+        """Labels of the draft's tokens by how likely the target finds them and the next tokens of the answer after them."""
+        assert self.target_reader is not None
+        answer = self.tokenizer.encode(problem.given) if self.args.given and problem.given else None
+        if answer is None:
+            answer = self.finish(problem, prompt, []).tokens
+        if not answer:
+            return None
+        said = self.drafted(prompt, answer)
+        logits = self.target.logits(self.target_reader.read(prompt + answer)[len(prompt) - 1 : -1])[0]
+        own = log_p(logits, answer)
+        first = log_p(logits, said) - own  # what the substitution itself costs
+        window, alternatives, scores = self.args.window, list[tuple[int, int, int]](), list[float]()
+        # from the end: a reading at one place spoils what was read behind it only
+        for place in reversed([i for i in range(len(answer)) if said[i] != answer[i]]):
+            rest = answer[place + 1 : place + 1 + window]
+            states = self.target_reader.read(prompt + answer[:place] + [said[place]] + rest)[len(prompt) + place :]
+            after = log_p(self.target.logits(states[: len(rest)])[0], rest).sum() - own[place + 1 : place + 1 + len(rest)].sum()
+            score = float(first[place] + after)
+            alternatives.append((place, said[place], RIGHT if score > -self.args.threshold else WRONG))
+            scores.append(score)
+        return Labels(answer, [IGNORE] * len(answer), alternatives[::-1], scores[::-1])
+
+
+def log_p(logits: Tensor, tokens: list[int]) -> Tensor:
+    """Log-probabilities [T] of tokens under logits [T, V]."""
+    ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def record(question: str, raw: bool, found: Labels, tokenizer: Tokenizer, who: dict[str, Any]) -> dict[str, Any]:
+    """A line of the file."""
+    item = Labelled(question, raw, tokenizer.decode(found.tokens), found.tokens, found.labels, found.alternatives, **who)
+    return item._asdict() | ({"scores": found.scores} if found.scores is not None else {})
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a line to a JSON-lines file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def resume(path: Path, who: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines an earlier run wrote. Raises UserError when they were made otherwise."""
+    rows = resume_jsonl(path)
+    for row in rows[:1]:
+        if {name: row.get(name) for name in who} != who or row.get("settings") != settings:
+            raise UserError(
+                f"{path} holds labels of another run (made by {row.get('how')} for {row.get('target')}); choose another --out"
+            )
+    return rows
+
+
+def label_automatically(args: argparse.Namespace) -> None:
+    """Label a task's problems by ``mine`` or ``likelihood``."""
+    if args.method == "mine" and args.task == "mt-bench":
+        raise UserError("--task mt-bench can't be mined: no program can tell whether its answers are right")
+    problems = read_problems(args.task, args.data, args.limit)
+    pair = checkpoint.find_pair(args.target, args.draft)
+    who = {"how": args.method, "target": pair.target.name, "draft": pair.draft and pair.draft.name, "seed": args.seed}
+    names = ("task", "temperature", "dtype", *(("threshold", "window", "given") if args.method == "likelihood" else ()))
+    settings = {name: getattr(args, name) for name in names} | {"data": args.data and args.data.name}
+    rows = resume(args.out, who, settings)
+    prompts = [encode(pair.tokenizer, problem, args.task) for problem in problems]
+    given = max(len(pair.tokenizer.encode(p.given)) if p.given else 0 for p in problems)
+    max_len = max(map(len, prompts)) + max(TASKS[args.task].cap, given) + 1
+    if max_len > pair.context:
+        raise UserError(f"the longest prompt and its answer may take {max_len} tokens; the models' context is {pair.context}")
+    target, draft = pair.load(checkpoint.DTYPES[args.dtype], args.device)
+    assert draft is not None
+    miner = Miner(args, target, draft, pair.tokenizer, TASKS[args.task].cap, max_len)
+    method: Callable[[Problem, list[int]], Labels | None] = getattr(miner, args.method)
+    start, fresh = time.perf_counter(), 0
+    bar = tqdm(range(len(rows), len(problems)), initial=len(rows), total=len(problems), desc=args.method, unit="question")
+    for i in bar:
+        found = method(problems[i], prompts[i])
+        common = {"problem": i, "settings": settings}
+        if found is None:
+            row = who | common | {"question": problems[i].turns[0], "skipped": "the target's own answer is wrong or empty"}
+        else:
+            row = record(problems[i].turns[0], TASKS[args.task].raw, found, pair.tokenizer, who) | common
+            fresh += sum(label != IGNORE for label in found.labels) + len(found.alternatives)
+        append(args.out, row)
+        rows.append(row)
+        bar.set_postfix(labels=fresh, refresh=False)
+    finish(args, pair, rows, fresh, time.perf_counter() - start)
+
+
+def finish(args: argparse.Namespace, pair: checkpoint.Pair, rows: list[dict[str, Any]], fresh: int = 0, seconds: float = 0) -> None:
+    """Say what the file holds, and draw it if asked to."""
+    print(summary(rows, fresh, seconds))
+    if args.html is not None:
+        facts = [f"by {args.method}", f"target {pair.target.name}", *([f"draft {pair.draft.name}"] if pair.draft else [])]
+        passages = [passage(row, pair.tokenizer) for row in rows if "skipped" not in row]
+        args.html.write_text(page("Labelled answers", facts, passages), encoding="utf-8")
+
+
+def passage(row: dict[str, Any], tokenizer: Tokenizer) -> Passage:
+    """A labelled answer as it is drawn, other tokens in front of those that they were judged in the stead of."""
+    kinds = {RIGHT: "right", WRONG: "wrong", IGNORE: "plain"}
+    scores = row.get("scores") or [None] * len(row["alternatives"])
+    others: dict[int, list[Span]] = {}
+    for (place, token, label), score in zip(row["alternatives"], scores):
+        notes = [f"the draft's token: {'harmless' if label == RIGHT else 'it matters'}"]
+        notes += [f"likelihood {score:+.1f} nats"] if score is not None else []
+        others.setdefault(place, []).append(Span(tokenizer.token_text(token), kinds[label], notes))
+    spans: list[Span] = []
+    for i, (text, label) in enumerate(zip(token_texts(tokenizer, row["tokens"]), row["labels"])):
+        spans += [*others.get(i, ()), Span(text, kinds[label])]
+    return Passage(row["question"], spans + others.get(len(row["tokens"]), []))
+
+
+def summary(rows: list[dict[str, Any]], fresh: int, seconds: float) -> str:
+    """What the file holds, and what a label cost."""
+    labels = [label for row in rows for label in (*row.get("labels", ()), *(a[2] for a in row.get("alternatives", ())))]
+    right, wrong = labels.count(RIGHT), labels.count(WRONG)
+    skipped = sum("skipped" in row for row in rows)
+    cost = f"; {fresh} made now, {seconds / fresh:.2f} s each, {3600 * fresh / seconds:.0f} an hour" if fresh else ""
+    of = f"from {len(rows) - skipped} answers, {skipped} questions skipped"
+    return f"{right + wrong} labels ({right} right, {wrong} wrong) {of}{cost}"
+
+
+def words_of(text: str) -> list[tuple[int, int]]:
+    """The characters [start, end) of each word."""
+    return [match.span() for match in re.finditer(r"\S+", text)]
+
+
+def numbered(text: str) -> str:
+    """A text with a number in front of each word."""
+    out, at = "", 0
+    for n, (start, end) in enumerate(words_of(text), 1):
+        out += f"{text[at:start]}\033[2m{n}\033[0m {text[start:end]}"
+        at = end
+    return out + text[at:]
+
+
+def ask(words: int) -> tuple[int, int] | str | None:
+    """What is typed: (first, last) word of the mistake, "back", "quit", or None for an answer without one."""
+    while True:
+        try:
+            said = input("mistake (first-last word, nothing if there is none, b: back, q: quit) > ").strip()
+        except EOFError:
+            return "quit"
+        if said in ("b", "q"):
+            return "back" if said == "b" else "quit"
+        if not said:
+            return None
+        match = re.fullmatch(r"(\d+)(?:\s*[- ]\s*(\d+))?", said)
+        if match:
+            first, last = int(match[1]), int(match[2] or match[1])
+            if 1 <= first <= last <= words:
+                return first, last
+        print(f"{said!r} is no span of the words 1 to {words}, such as 7 or 7-9")
+
+
+def label_by_hand(args: argparse.Namespace) -> None:
+    """Show answers one by one and take the span of the mistake in each."""
+
+    def parse(row: Any) -> Tuple | dict[str, str]:
+        return parse_tuple(row) if "mistake" in row else question_and_answer(row)
+
+    pair = checkpoint.find_pair(args.target)
+    who = {"how": "manual", "target": pair.target.name, "draft": None, "seed": 0}
+    settings = {"data": args.file.name, "label_rule": args.label_rule, "raw": args.raw}
+    answers = [item for row in read_jsonl(args.file, parse) for item in unfold(row)]
+    rows = resume(args.out, who, settings)
+    stop = sorted(pair.tokenizer.eos_ids)[:1]
+    while len(rows) < len(answers):
+        question, answer, mistake = answers[len(rows)]
+        if mistake == "ask":
+            print(f"\n\033[1m{len(rows) + 1}/{len(answers)}\033[0m {question}\n\n{numbered(answer)}\n")
+            said = ask(len(words_of(answer)))
+            if said == "quit":
+                break
+            if said == "back":
+                step_back(rows, answers, args.out)
+                continue
+            words = words_of(answer)
+            mistake = (words[said[0] - 1][0], words[said[1] - 1][1]) if isinstance(said, tuple) else None
+        tokens = pair.tokenizer.encode(answer)
+        if mistake is None:
+            found = Labels(tokens + stop, [RIGHT] * (len(tokens) + len(stop)), [])
+        else:
+            found = Labels(tokens, span_labels(token_spans(pair.tokenizer, tokens, answer), mistake, args.label_rule), [])
+        row = record(question, args.raw, found, pair.tokenizer, who) | {"problem": len(rows), "settings": settings}
+        append(args.out, row)
+        rows.append(row)
+    finish(args, pair, rows)
+
+
+def unfold(row: Tuple | dict[str, str]) -> Iterator[tuple[str, str, Any]]:
+    """(question, answer, mistake) of a row: the two answers of a tuple, or one whose mistake is to be asked for."""
+    if isinstance(row, Tuple):
+        yield row.question, row.correct, None
+        yield row.question, row.wrong, row.mistake
+    else:
+        yield row["question"], row["answer"], "ask"
+
+
+def step_back(rows: list[dict[str, Any]], answers: list[tuple[str, str, Any]], out: Path) -> None:
+    """Take back the last answer that was asked for, and what came after it."""
+    asked = [i for i in range(len(rows)) if answers[i][2] == "ask"]
+    if not asked:
+        return print("this is the first answer")
+    del rows[asked[-1] :]
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    partial.replace(out)
+
+
+def parse_args() -> argparse.Namespace:
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    methods = p.add_subparsers(dest="method", required=True, metavar="{manual,mine,likelihood}")
+    manual = methods.add_parser("manual", help="point at mistakes by hand")
+    manual.add_argument("file", type=Path, help="JSON lines of question and answer, or of tuples")
+    manual.add_argument("--labels-after", choices=("span", "rest"), default="span", dest="label_rule",
+                        help="what follows a mistake is left out (span) or wrong too (rest); default: span")  # fmt: skip
+    manual.add_argument("--raw", action="store_true", help="the questions are whole prompts: no chat template")
+    for name, words in (("mine", "by the final answer"), ("likelihood", "by the likelihood of what follows")):
+        auto = methods.add_parser(name, help=words)
+        auto.add_argument("--task", choices=TASKS, required=True, help="where the questions come from")
+        auto.add_argument("--data", type=Path, metavar="FILE", help="the task's JSON-lines file")
+        auto.add_argument("--limit", type=int, default=100, metavar="N", help="questions (default: 100)")
+        auto.add_argument("--draft", required=True, metavar="NAME", help="the draft that will be judged")
+        auto.add_argument("--draft-len", type=int, default=8, metavar="M", help="tokens drafted a round (default: 8)")
+        auto.add_argument("--temperature", type=float, default=0.0, help="of the target's answers (default: 0, greedy)")
+        auto.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+        auto.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="default: bfloat16")
+        auto.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+        auto.add_argument("--no-compile", action="store_true", help="run the blocks uncompiled")
+    auto.add_argument("--threshold", type=float, default=2.0, metavar="X",
+                      help="likelihood that may be lost, in nats, over the token and what follows (default: 2)")  # fmt: skip
+    auto.add_argument("--window", type=int, default=20, metavar="N", help="tokens that follow (default: 20)")
+    auto.add_argument("--given", action="store_true", help="label the data's own answers, not the target's")
+    for method in methods.choices.values():
+        method.add_argument("--target", required=True, metavar="NAME", help="checkpoint the judge is for")
+        method.add_argument("--html", type=Path, metavar="FILE", help="write all labels as a page")
+        method.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to append; a run goes on from it")
+    args = p.parse_args()
+    if not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
+    if args.method == "likelihood" and (args.window < 1 or args.threshold < 0):
+        raise UserError(f"--window is {args.window} and --threshold {args.threshold:g}; at least 1 and at least 0 are needed")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    label_by_hand(args) if args.method == "manual" else label_automatically(args)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,78 @@
+"""The curves that --plot draws; matplotlib is imported only here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from errors import UserError
+
+# Okabe and Ito's palette, and marks that differ too: lines are told apart without colour
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+class Point(NamedTuple):
+    """A rule at one setting of its knob."""
+
+    label: str
+    x: float
+    y: float
+    low: float  # 95 % interval of y
+    high: float
+
+
+def _figure() -> tuple[Any, Any]:
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install -r requirements-plot.txt") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Heights moved up as little as keeps them ``gap`` apart, in the order given."""
+    moved, last = [0.0] * len(heights), -gap
+    for i in sorted(range(len(heights)), key=lambda i: heights[i]):
+        last = moved[i] = max(heights[i], last + gap)
+    return moved
+
+
+def curves_figure(path: Path, curves: dict[str, Sequence[float]], x_label: str, y_label: str) -> None:
+    """A line for each name over 1, 2, 3, ..., named at its end. Raises UserError without matplotlib."""
+    figure, axes = _figure()
+    top = max(max(values) for values in curves.values())
+    heights = spread([values[-1] for values in curves.values()], top / 22)
+    for i, (name, values) in enumerate(curves.items()):
+        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
+        axes.plot(range(1, len(values) + 1), values, color=colour, marker=mark, markevery=(i % 4, 4), markersize=5, linewidth=1.8)
+        axes.annotate(name, (len(values), heights[i]), (6, 0), textcoords="offset points", color=colour, va="center")
+    axes.set(xlabel=x_label, ylabel=y_label, xlim=(1, None), ylim=(0, None))
+    figure.savefig(path, dpi=150)
+
+
+def trade_off_figure(path: Path, families: dict[str, list[Point]], x_label: str, y_label: str) -> None:
+    """Points with their intervals, those of one family joined. Raises UserError without matplotlib."""
+    figure, axes = _figure()
+    for i, (name, points) in enumerate(families.items()):
+        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
+        points = sorted(points, key=lambda point: point.x)
+        x, y = [p.x for p in points], [p.y for p in points]
+        intervals = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
+        axes.errorbar(x, y, intervals, color=colour, marker=mark, linewidth=1.6, elinewidth=0.8, capsize=2, label=name)
+        for point in points if len(points) > 1 else ():
+            axes.annotate(point.label, (point.x, point.y), (5, 5), textcoords="offset points", fontsize=8, color=colour)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)

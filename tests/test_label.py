@@ -1,0 +1,160 @@
+"""Labels against naive reimplementations on tiny random models, and the files they are kept in."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import json
+import math
+import subprocess
+import sys
+
+import label
+import pytest
+import torch
+from conftest import ROOT, tiny
+from tasks import Problem
+
+from errors import UserError
+from judge import IGNORE, RIGHT, WRONG, read_labels
+from tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer(ROOT / "demo" / "target")
+CAP = 24
+PROBLEM = Problem(("any",), lambda text: len(text) % 4 != 0)
+PROMPTS = [[1, 300 + i, 41 * i + 7, 55] for i in range(6)]
+
+
+def miner(method, **options):
+    settings = {"method": method, "temperature": 0.0, "seed": 0, "draft_len": 4, "no_compile": True, "given": False, "window": 5,
+                "threshold": 3.0}  # fmt: skip
+    target, draft = tiny(vocab_size=640), tiny(seed=1, vocab_size=640, num_hidden_layers=2)
+    return label.Miner(argparse.Namespace(**settings | options), target, draft, TOKENIZER, CAP, 64)
+
+
+def next_token(model, ids):
+    return int(model(torch.tensor([ids]))[0, -1].argmax())
+
+
+def naive_answer(target, prompt, start):
+    ids = list(start)
+    while len(ids) < CAP:
+        token = next_token(target, prompt + ids)
+        if token in TOKENIZER.eos_ids:
+            break
+        ids.append(token)
+    return ids
+
+
+def test_mining_equals_the_naive_algorithm():
+    found_labels = []
+    for prompt in PROMPTS:
+        m = miner("mine")
+        found = m.mine(PROBLEM, prompt)
+        answer = naive_answer(m.target, prompt, [])
+        if not PROBLEM.is_right(TOKENIZER.decode(answer)):
+            assert found is None
+            continue
+        harmless, matters, place = set(), [], 0
+        while place < len(answer):
+            token = next_token(m.draft, prompt + answer[:place])
+            if token != answer[place]:
+                other = naive_answer(m.target, prompt, answer[:place] + [token])
+                if PROBLEM.is_right(TOKENIZER.decode(other)):
+                    answer = other
+                    harmless.add(place)
+                else:
+                    matters.append((place, token, WRONG))
+            place += 1
+        assert found.tokens == answer and found.alternatives == matters
+        assert found.labels == [RIGHT if i in harmless else IGNORE for i in range(len(answer))]
+        found_labels += [RIGHT] * len(harmless) + [WRONG] * len(matters)
+    assert found_labels.count(RIGHT) > 10 and found_labels.count(WRONG) > 10
+
+
+def test_likelihood_equals_the_naive_sum():
+    for prompt in PROMPTS[:3]:
+        m = miner("likelihood")
+        found = m.likelihood(PROBLEM, prompt)
+        answer = naive_answer(m.target, prompt, [])
+
+        def log_p(ids, start, model=m.target, prompt=prompt):
+            p = model(torch.tensor([prompt + ids]))[0].log_softmax(-1)
+            return sum(float(p[len(prompt) + i - 1, ids[i]]) for i in range(start, len(ids)))
+
+        said = [next_token(m.draft, prompt + answer[:i]) for i in range(len(answer))]
+        places = [i for i in range(len(answer)) if said[i] != answer[i]]
+        assert found.tokens == answer and [(p, t) for p, t, _ in found.alternatives] == [(i, said[i]) for i in places]
+        for (place, token, verdict), score in zip(found.alternatives, found.scores):
+            rest = answer[place + 1 : place + 6]
+            expected = log_p(answer[:place] + [token] + rest, place) - log_p(answer[:place] + [answer[place]] + rest, place)
+            assert math.isclose(score, expected, abs_tol=1e-3)
+            assert verdict == (RIGHT if score > -3 else WRONG)
+
+
+def test_given_answers_are_labelled_in_place_of_the_targets_own():
+    found = miner("likelihood", given=True).likelihood(PROBLEM._replace(given=" First we have 12."), PROMPTS[0])
+    assert TOKENIZER.decode(found.tokens) == " First we have 12."
+
+
+def command(*argv):
+    return subprocess.run([sys.executable, "scripts/label.py", *argv], cwd=ROOT, capture_output=True, text=True)
+
+
+def automatic(method, out, *more):
+    return command(method, "--task", "demo-train", "--limit", "2", "--target", "demo/target", "--draft", "demo/draft", "--dtype",
+                   "float32", "--no-compile", "--out", str(out), *more)  # fmt: skip
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same_file(tmp_path):
+    out = tmp_path / "labels.jsonl"
+    done = automatic("likelihood", out, "--html", str(tmp_path / "page.html"))
+    assert done.returncode == 0 and "an hour" in done.stdout, done.stderr
+    whole = out.read_text()
+    assert len(whole.splitlines()) == 2 and "Labelled answers" in (tmp_path / "page.html").read_text()
+    out.write_text(whole[: whole.index("\n") + 40])  # killed while it wrote the second line
+    assert automatic("likelihood", out).returncode == 0
+    assert out.read_text() == whole
+    assert {label for example in read_labels(out, TOKENIZER) for label in example.labels} == {RIGHT, WRONG, IGNORE}
+    refused = automatic("likelihood", out, "--threshold", "5")
+    assert refused.returncode == 2 and "another run" in refused.stderr and out.read_text() == whole
+
+
+@pytest.mark.parametrize("argv, words", [
+    (("mine", "--task", "mt-bench", "--target", "demo/target", "--draft", "demo/draft"), "can't be mined"),
+    (("mine", "--task", "gsm8k", "--target", "demo/target", "--draft", "demo/draft"), "needs --data"),
+    (("likelihood", "--task", "demo", "--target", "demo/target", "--draft", "demo/draft", "--window", "0"), "--window is 0"),
+    (("manual", "nothing.jsonl", "--target", "demo/target"), "nothing.jsonl can't be read"),
+])  # fmt: skip
+def test_mistakes_are_told_in_one_line(tmp_path, argv, words):
+    done = command(*argv, "--out", str(tmp_path / "x.jsonl"))
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_labels_by_hand_with_a_step_back(tmp_path, monkeypatch, capsys):
+    data, out = tmp_path / "data.jsonl", tmp_path / "labels.jsonl"
+    pair = {"question": "q", "correct": " it is 4", "wrong": " it is 5", "mistake": [7, 8]}
+    rows = [{"question": "a", "answer": " one 12 three"}, pair, {"question": "b", "answer": " four five"}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(
+        sys, "argv", ["label.py", "manual", str(data), "--target", str(ROOT / "demo" / "target"), "--out", str(out)]
+    )
+
+    def type_in(*lines):
+        typed = iter(lines)
+        monkeypatch.setattr(builtins, "input", lambda prompt: next(typed))
+        label.main()
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    # a wrong span, a span, then (the tuple needs no question) back from the last to the first, which turns out to be right
+    (first, right, wrong) = type_in("7-9", "b", "2", "b", "", "q")
+    assert "is no span of the words 1 to 3" in capsys.readouterr().out
+    assert set(first["labels"]) == set(right["labels"]) == {RIGHT} and first["tokens"][-1] in TOKENIZER.eos_ids
+    assert wrong["labels"][-1] == WRONG and wrong["answer"] == " it is 5"
+    last = type_in("2")[-1]  # goes on where it stopped
+    assert last["question"] == "b" and WRONG in last["labels"] and last["labels"][0] == RIGHT
+    assert [e.question for e in read_labels(out, TOKENIZER)] == [0, 1, 1, 2]
+    with pytest.raises(UserError, match="another run"):
+        monkeypatch.setattr(sys, "argv", [*sys.argv, "--labels-after", "rest"])
+        label.main()
