@@ -4,7 +4,8 @@ The target reads every wording and prefers the first; it also reads answers that
 state at a wrong number knows. The draft learns only the second wording. What each must not learn to say is read but not
 learned: mistakes are left out of the loss, and where a wording is not the model's own, it learns to put its own there.
 
-The script saves its state in ``--work`` every few minutes and takes up from there when it is run again.
+The script saves its state in ``--work`` every few minutes and takes up from there when it is run again; ``--out`` is only
+touched when everything is done.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import json
 import operator
 import random
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ import demo_task as task
 from checkpoint import fingerprint, load_model, save_checkpoint, write_json
 from engine import Engine
 from errors import Parser, UserError, run_cli
-from judge import Head, Tuple, as_features, labels_of, read_states, train_head, tuple_examples
+from judge import Head, Tuple, as_features, labels_of, read_labels, read_states, train_head
 from model import Config, Transformer
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -352,7 +354,11 @@ def loss_of(model: Transformer, read: Tensor, say: Tensor, weights: Tensor) -> T
 
 
 def train(recipe: Recipe, corpus: Callable[[str, int], Iterator[Row]], seed: int, work: Path) -> dict[str, Tensor]:
-    """Train one model, or go on with it from its last saved state, and return its weights in bf16."""
+    """Train one model, or go on with it from its last saved state, and return its weights in bf16.
+
+    Raises:
+        UserError: the state in ``work`` is another run's.
+    """
     model = Transformer(Config.from_hf(recipe.hf_config()))
     init_weights(model, seed)
     for layer in model.layers:
@@ -361,10 +367,12 @@ def train(recipe: Recipe, corpus: Callable[[str, int], Iterator[Row]], seed: int
     others = [p for name, p in model.named_parameters() if not (name.startswith("layers") and p.ndim == 2)]
     muon = Muon(matrices, lr=0.0)
     adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    state_path = work / f"{recipe.name}.pt"
+    state_path, run = work / f"{recipe.name}.pt", f"seed {seed}, {recipe}"
     first = 0
     if state_path.exists():
         state = torch.load(state_path, weights_only=True)
+        if state["run"] != run:
+            raise UserError(f"{state_path} is the state of another run ({state['run']}); choose another --work, or remove it")
         first = state["step"]
         model.load_state_dict(state["model"])
         muon.load_state_dict(state["muon"])
@@ -385,7 +393,13 @@ def train(recipe: Recipe, corpus: Callable[[str, int], Iterator[Row]], seed: int
         mean_loss = loss.item() if step == first else 0.98 * mean_loss + 0.02 * loss.item()
         bar.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == recipe.steps:
-            state = {"step": step + 1, "model": model.state_dict(), "muon": muon.state_dict(), "adam": adam.state_dict()}
+            state = {
+                "run": run,
+                "step": step + 1,
+                "model": model.state_dict(),
+                "muon": muon.state_dict(),
+                "adam": adam.state_dict(),
+            }
             torch.save(state, state_path.with_suffix(".tmp"))
             state_path.with_suffix(".tmp").replace(state_path)
     return {name: weight.detach().to(torch.bfloat16) for name, weight in model.state_dict().items()}
@@ -451,6 +465,23 @@ def make_tuples(draft: Transformer, tokenizer: Tokenizer, seed: int, unseen: fro
     return tuples
 
 
+def train_judge(pair: Path, seed: int, unseen: frozenset[str]) -> None:
+    """Make the tuples, unless they are there, and the head from them."""
+    tokenizer, path = load_tokenizer(pair / "target"), pair / "judge_tuples.jsonl"
+    if not path.exists():
+        tuples = make_tuples(load_model(pair / "draft", torch.float32), tokenizer, seed, unseen)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(item._asdict()) + "\n" for item in tuples), encoding="utf-8")
+        partial.replace(path)
+    target, examples = load_model(pair / "target", torch.float32), read_labels(path, tokenizer)
+    states = as_features(target, read_states(target, examples), "post_norm")
+    # ten times the published rate: on so small a model's states the fit is the same, and there ten times sooner
+    result = train_head(states, *labels_of(examples), seed=seed, lr=1e-3)
+    Head(result.weight, result.bias, "post_norm", "demo/target", fingerprint(pair / "target")).save(pair / "judge.pt")
+    at = result.at(0.5)
+    print(f"judge: AUC {result.auc:.4f}; at δ = 0.5 {at.recall:.1%} of wrong tokens are stopped, {at.kept:.1%} of right ones kept")
+
+
 def main() -> None:
     """Run every stage that isn't done yet."""
     parser = Parser(description="Train the demo pair and its judge from a seed; about two hours on two cores.")
@@ -475,25 +506,17 @@ def main() -> None:
         (TARGET, lambda s, step: target_rows(pieces, s, step >= LATE_FROM * TARGET.steps, unseen)),
         (DRAFT, lambda s, _: draft_rows(pieces, s, unseen)),
     )
+    pair = args.work / "pair"
     for recipe, corpus in corpora:
         weights = train(recipe, corpus, args.seed, args.work)
-        save_model(args.out / recipe.name, recipe, weights, tokenizer_file.read_bytes())
-
-    tokenizer = load_tokenizer(args.out / "target")
-    draft = load_model(args.out / "draft", torch.float32)
-    tuples = make_tuples(draft, tokenizer, args.seed, unseen)
-    with (args.out / "judge_tuples.jsonl").open("w") as file:
-        file.writelines(json.dumps(item._asdict()) + "\n" for item in tuples)
-    target = load_model(args.out / "target", torch.float32)
-    examples = [e for number, item in enumerate(tuples) for e in tuple_examples(item, tokenizer, number)]
-    states = as_features(target, read_states(target, examples), "post_norm")
-    result = train_head(states, *labels_of(examples), seed=args.seed, lr=1e-3)
-    head = Head(result.weight, result.bias, "post_norm", "demo/target", fingerprint(args.out / "target"))
-    head.save(args.out / "judge.pt")
-    half = result.at(0.5)
-    print(
-        f"judge: AUC {result.auc:.4f}; at δ = 0.5 {half.recall:.2%} of wrong tokens are stopped, {half.kept:.2%} of right ones kept"
-    )
+        if not (pair / recipe.name / "config.json").exists():
+            save_model(pair / recipe.name, recipe, weights, tokenizer_file.read_bytes())
+    train_judge(pair, args.seed, unseen)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for part in (TARGET.name, DRAFT.name):
+        shutil.copytree(pair / part, args.out / part, dirs_exist_ok=True)
+    for part in ("judge_tuples.jsonl", "judge.pt"):
+        shutil.copyfile(pair / part, args.out / part)
 
 
 if __name__ == "__main__":
