@@ -211,10 +211,14 @@ def find_pair(target: str, draft: str | None = None, judge: Path | None = None) 
         other = find_checkpoint(draft)
         context = min(context, load_config(other).max_seq_len)
         check_same_vocabulary(tokenizer, load_tokenizer(other), str(folder), str(other))
-    head = load_head(judge) if judge is not None else None
-    if head is not None:
-        head.check(fingerprint(folder), config.dim, str(folder))
-    return Pair(folder, other, head, tokenizer, context)
+    return Pair(folder, other, head_for(folder, judge) if judge is not None else None, tokenizer, context)
+
+
+def head_for(target: Path, path: Path) -> Head:
+    """Read a head made for a target. Raises UserError when it can't be read, or was made for another model."""
+    head = load_head(path)
+    head.check(fingerprint(target), load_config(target).dim, str(target))
+    return head
 
 
 class CheckpointWriter:

@@ -10,6 +10,7 @@ S = positions of the cache that are read.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -346,6 +347,14 @@ class Transformer(nn.Module):
         if self.judge_kind == "pre_norm":  # w·h = rms(h) · (w / g)·norm(h)
             judge = judge * (hidden.float().square().mean(-1) + self.config.norm_eps).sqrt()
         return out[..., : self.config.vocab_size], judge + self.judge_bias
+
+    def twin(self) -> Transformer:
+        """A model of the same layers, compiled ones included, with an output projection of its own to carry another head."""
+        other = copy.copy(self)
+        other.__dict__["_modules"] = dict(self._modules)
+        other.output = Linear(self.config.dim, self.config.vocab_size, bias=False, device="meta")
+        other.output.weight = nn.Parameter(self.output.weight[: self.config.vocab_size], requires_grad=False)
+        return other
 
     def fuse_judge(self, weight: Tensor, bias: float, kind: str, floor: float = 0.0) -> None:
         """Append a judge head, weight [D], to the output projection as row V.

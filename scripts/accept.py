@@ -128,7 +128,7 @@ def parse_args():
 
 def choose(args, pair: checkpoint.Pair) -> list[Contender]:
     """The rules asked for. Raises UserError for one that can't be had."""
-    chosen = parse_rules(args.rules, pair.head)
+    chosen = parse_rules(args.rules, {"judge": pair.head} if pair.head is not None else {})
     for rule in chosen:
         if rule.name in ("plain", "draft"):
             raise UserError(f"--rules names {rule.name}, which accepts nothing; there are standard, judge, topk, typical, kl")

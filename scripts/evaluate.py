@@ -6,6 +6,7 @@ is appended to a file, and a run that was interrupted goes on where it stopped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
@@ -23,7 +24,7 @@ from tasks import TASKS, Problem, encode, read_problems
 from tqdm import tqdm
 
 import checkpoint
-from engine import RULE, STANDARD, Engine, Generation, Sampling, generate
+from engine import RULE, STANDARD, Engine, Generation, generate
 from errors import Parser, UserError, resume_jsonl, run_cli
 from generate import DEMO
 from judge import RULES, Head, check_threshold, default_threshold
@@ -37,11 +38,15 @@ class Contender:
     name: str  # as given in --rules
     verify: str
     threshold: float
+    head: Head | None = None  # the judge's
 
 
-def parse_rules(text: str, head: Head | None) -> list[Contender]:
-    """``plain,draft,standard,judge,topk:5`` to contenders. Raises UserError for an unknown rule or knob, and for a judge without
-    a head."""
+def parse_rules(text: str, heads: dict[str, Head]) -> list[Contender]:
+    """``plain,draft,standard,judge,topk:5`` to contenders; with several heads there is a judge of each.
+
+    Raises:
+        UserError: an unknown rule or knob, or a judge without a head.
+    """
     contenders = []
     for name in text.split(","):
         kind, _, knob = name.partition(":")
@@ -50,14 +55,15 @@ def parse_rules(text: str, head: Head | None) -> list[Contender]:
             continue
         if kind not in RULES:
             raise UserError(f"--rules names {name!r}; there are plain, draft, standard, {', '.join(RULES)}")
-        try:
-            threshold = float(knob) if knob else default_threshold(kind, head)
-        except ValueError:
-            raise UserError(f"--rules names {name!r}; what follows the colon must be a number") from None
-        check_threshold(kind, threshold)
-        if kind == "judge" and head is None:
+        if kind == "judge" and not heads:
             raise UserError("--rules names judge, which needs --judge FILE")
-        contenders.append(Contender(name, kind, threshold))
+        for stem, head in heads.items() if kind == "judge" else [("", None)]:
+            try:
+                threshold = float(knob) if knob else default_threshold(kind, head)
+            except ValueError:
+                raise UserError(f"--rules names {name!r}; what follows the colon must be a number") from None
+            check_threshold(kind, threshold)
+            contenders.append(Contender(f"{name}[{stem}]" if head is not None and len(heads) > 1 else name, kind, threshold, head))
     return contenders
 
 
@@ -131,11 +137,37 @@ def table(rules: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def draft_len(args, contender: Contender) -> int:
+    """M; 0 where a model decodes alone."""
+    alone = contender.name in ("plain", "draft")
+    return 0 if alone else args.draft_len or (8 if contender.verify == "standard" else 25)
+
+
+def identity(args, contender: Contender) -> str:
+    """What decides a contender's answers, as text: answers kept under it are its own, whatever it was called."""
+    head = contender.head
+    who = contender.name if contender.name in ("plain", "draft") else contender.verify
+    parts = [who, f"{contender.threshold:g}", f"M={draft_len(args, contender)}"]
+    if head is not None:
+        numbers = json.dumps([head.weight.tolist(), head.bias, head.kind, head.floor])
+        parts.append(hashlib.sha256(numbers.encode()).hexdigest()[:12])
+    return " ".join(parts)
+
+
 def read_done(out: Path | None, signature: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Answers that an earlier run left in ``out``; a last line cut short is dropped. Raises UserError for another run's file."""
-    rows = resume_jsonl(out) if out is not None else []
+    """Answers that an earlier run left in ``out``, by contender and problem. A new file is begun with the signature.
+
+    Raises:
+        UserError: the file is another run's.
+    """
+    if out is None:
+        return {}
+    rows = resume_jsonl(out)
     if rows and rows[0] != signature:
         raise UserError(f"{out} holds answers of another run ({json.dumps(rows[0])}); choose another --out")
+    if not rows:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(signature) + "\n", encoding="utf-8")
     return {(r["rule"], r["problem"]): r for r in rows[1:]}
 
 
@@ -175,7 +207,8 @@ def parse_args():
                    help="of plain, draft, standard, judge[:δ], topk[:K], typical[:ε], kl[:τ] (default: first four)")  # fmt: skip
     p.add_argument("--target", default=str(DEMO / "target"), metavar="NAME", help="default: the demo's")
     p.add_argument("--draft", default=str(DEMO / "draft"), metavar="NAME", help="default: the demo's")
-    p.add_argument("--judge", type=Path, default=None, metavar="FILE", help="judge head (default: the demo's on the demo's target)")
+    p.add_argument("--judge", type=Path, nargs="+", default=[], metavar="FILE",
+                   help="judge heads; with several there is a row for each (default: the demo's on the demo's target)")  # fmt: skip
     p.add_argument("--draft-len", type=int, metavar="M", help="for every rule (default: 25, but 8 for the standard test)")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -190,52 +223,56 @@ def parse_args():
     if args.answers is not None and args.task != "mt-bench":
         raise UserError(f"--answers is for --task mt-bench, not {args.task}")
     if args.target == str(DEMO / "target"):
-        args.judge, args.dtype = args.judge or DEMO / "judge.pt", args.dtype or "float32"
+        args.judge, args.dtype = args.judge or [DEMO / "judge.pt"], args.dtype or "float32"
     args.dtype = args.dtype or "bfloat16"
     return args
 
 
 def build_engines(args, contenders: list[Contender], max_len: int, pair: checkpoint.Pair) -> dict[str, Engine]:
-    """An engine for each contender, all on the same two models."""
+    """An engine for each contender, all on the same two models but for the output projections that carry the heads."""
     target, draft = pair.load(checkpoint.DTYPES[args.dtype], args.device)
     assert draft is not None
+    if not args.no_compile:
+        for model in (target, draft):
+            model.compile_blocks(dynamic=args.device == "cpu")
     engines = {}
     for c in contenders:
         alone = {"plain": target, "draft": draft}.get(c.name)
         if alone is not None:
-            engines[c.name] = Engine(alone, sampling=Sampling(), max_len=max_len)
-        else:
-            M = args.draft_len or (8 if c.verify == "standard" else 25)
-            engines[c.name] = Engine(target, draft, draft_len=M, verify=c.verify, threshold=c.threshold, max_len=max_len)
-    if not args.no_compile:
-        for model in (target, draft):
-            model.compile_blocks(dynamic=args.device == "cpu")
+            engines[c.name] = Engine(alone, max_len=max_len)
+            continue
+        judging = target if c.head is None else target.twin()
+        if c.head is not None:
+            judging.fuse_judge(c.head.weight, c.head.bias, c.head.kind, c.head.floor)
+        engines[c.name] = Engine(
+            judging, draft, draft_len=draft_len(args, c), verify=c.verify, threshold=c.threshold, max_len=max_len
+        )  # fmt: skip
     return engines
 
 
 def main() -> None:
     args = parse_args()
     problems = read_problems(args.task, args.data, args.limit)
-    pair = checkpoint.find_pair(args.target, args.draft, args.judge)
-    contenders, tokenizer, cap = parse_rules(args.rules, pair.head), pair.tokenizer, TASKS[args.task].cap
-    signature = {"task": args.task, "data": args.data and args.data.name, "target": args.target, "draft": args.draft,
-                 "judge": args.judge and str(args.judge), "draft_len": args.draft_len, "dtype": args.dtype}  # fmt: skip
+    pair = checkpoint.find_pair(args.target, args.draft)
+    heads = {path.stem: checkpoint.head_for(pair.target, path) for path in args.judge}
+    contenders, tokenizer, cap = parse_rules(args.rules, heads), pair.tokenizer, TASKS[args.task].cap
+    assert pair.draft is not None
+    signature = {"task": args.task, "data": args.data and args.data.name, "target": checkpoint.fingerprint(pair.target),
+                 "draft": checkpoint.fingerprint(pair.draft), "dtype": args.dtype}  # fmt: skip
     done = read_done(args.out, signature)
+    keys = {c.name: identity(args, c) for c in contenders}
     longest = max(len(encode(tokenizer, p, args.task, ("",) * turn)) + turn * cap for p in problems for turn in range(len(p.turns)))
-    engines = build_engines(args, contenders, min(longest + cap, pair.context), pair)
+    todo = [(i, c) for i in range(len(problems)) for c in contenders if (keys[c.name], i) not in done]
+    engines = build_engines(args, contenders, min(longest + cap, pair.context), pair) if todo else {}
     for engine in engines.values():
         engine.warm_up()
-    if args.out is not None and not done:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(signature) + "\n", encoding="utf-8")
-    todo = [(i, c) for i in range(len(problems)) for c in contenders if (c.name, i) not in done]
     for i, c in tqdm(todo, desc=args.task, unit="answer"):
-        result = {"rule": c.name, "problem": i, **answer(engines[c.name], tokenizer, problems[i], args.task)}
-        done[c.name, i] = result
+        result = {"rule": keys[c.name], "problem": i, **answer(engines[c.name], tokenizer, problems[i], args.task)}
+        done[keys[c.name], i] = result
         if args.out is not None:
             with args.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result, ensure_ascii=False) + "\n")
-    results = {c.name: [done[c.name, i] for i in range(len(problems))] for c in contenders}
+    results = {name: [done[key, i] for i in range(len(problems))] for name, key in keys.items()}
     rules = {name: row_of(r, results["plain"] if "plain" in results and name != "plain" else None) for name, r in results.items()}
     print(table(rules), file=sys.stderr if args.json else sys.stdout)
     if args.plot is not None:

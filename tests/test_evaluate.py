@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import random
 
@@ -19,15 +21,17 @@ HEAD = judge.Head(torch.zeros(4), 0.0, "post_norm", "any", "", threshold=0.4)
 
 
 def test_rules_are_parsed_and_refused_by_name():
-    got = evaluate.parse_rules("plain,draft,standard,judge,judge:0.9,topk:3,kl", HEAD)
+    got = evaluate.parse_rules("plain,draft,standard,judge,judge:0.9,topk:3,kl", {"a": HEAD})
     assert [(c.verify, c.threshold) for c in got] == [
         ("standard", 0.0), ("standard", 0.0), ("standard", 0.0), ("judge", 0.4), ("judge", 0.9), ("topk", 3.0), ("kl", 0.3),
     ]  # fmt: skip
+    several = evaluate.parse_rules("plain,judge:0.9", {"a": HEAD, "b": HEAD})
+    assert [c.name for c in several] == ["plain", "judge:0.9[a]", "judge:0.9[b]"]
     for bad, words in (("magic", "'magic'"), ("plain:3", "'plain:3'"), ("topk:x", "must be a number"), ("judge:2", "δ")):
         with pytest.raises(UserError, match=words):
-            evaluate.parse_rules(bad, HEAD)
+            evaluate.parse_rules(bad, {"a": HEAD})
     with pytest.raises(UserError, match="--judge FILE"):
-        evaluate.parse_rules("plain,judge", None)
+        evaluate.parse_rules("plain,judge", {})
 
 
 def test_statistics_by_hand():
@@ -45,12 +49,24 @@ def test_statistics_by_hand():
 def test_an_interrupted_run_goes_on_and_another_runs_file_is_refused(tmp_path):
     out = tmp_path / "answers.jsonl"
     signature = {"task": "demo"}
+    assert evaluate.read_done(out, signature) == {}
     row = {"rule": "plain", "problem": 0, "right": True}
-    out.write_text(json.dumps(signature) + "\n" + json.dumps(row) + "\n" + json.dumps(row)[:9])
+    out.write_text(out.read_text() + json.dumps(row) + "\n" + json.dumps(row)[:9])
     assert evaluate.read_done(out, signature) == {("plain", 0): row}
     assert out.read_text().endswith("}\n")
     with pytest.raises(UserError, match="another run"):
         evaluate.read_done(out, {"task": "gsm8k"})
+
+
+def test_answers_belong_to_what_decided_them_not_to_a_name():
+    args = argparse.Namespace(draft_len=None)
+    other = dataclasses.replace(HEAD, bias=1.0)
+    rules = evaluate.parse_rules("plain,draft,standard,judge,judge:0.9,topk:5", {"a": HEAD, "b": other, "c": HEAD})
+    names = [evaluate.identity(args, c) for c in rules]
+    assert len(set(names)) == 8 and names[3] == names[5]  # a and c are one head
+    args.draft_len = 4
+    assert not set(names[2:]) & {evaluate.identity(args, c) for c in rules[2:]}
+    assert names[:2] == [evaluate.identity(args, c) for c in rules[:2]]  # these draft nothing
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 99_999), min_size=1, max_size=4))

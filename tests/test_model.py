@@ -106,3 +106,18 @@ def test_wide_product_equals_the_exact_one(dtype, shape):
         plain = torch.nn.functional.linear(x, layer.weight, layer.bias)
         torch.testing.assert_close(layer(x), plain, atol=0.05, rtol=0.05)
     torch.library.opcheck(wide_linear, (x, weight), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_twin_shares_the_layers_and_carries_a_head_of_its_own():
+    for name in ("llama3", "smollm2"):  # tied and not
+        model = tiny(name)
+        tokens = torch.tensor([[3, 1, 4, 1, 5]])
+        heads = [torch.randn(48, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+        model.fuse_judge(heads[0], 0.0, "post_norm")
+        twin = model.twin()
+        twin.fuse_judge(heads[1], 0.0, "post_norm", 0.1)
+        for m, head, floor in ((model, heads[0], 0.0), (twin, heads[1], 0.1)):
+            logits, judge = m.logits(m.hidden(tokens))
+            torch.testing.assert_close(judge, m.norm(m.hidden(tokens)) @ head)
+            assert m.judge_floor == floor and torch.equal(logits, model.logits(model.hidden(tokens))[0])
+        assert twin.layers is model.layers and twin.embed is model.embed
