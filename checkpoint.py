@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from errors import UserError, read_json
+from errors import UserError
+from files import read_json, replacing, write_text
 from judge import Head, load_head
 from model import Config, Transformer
 from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
@@ -73,6 +74,8 @@ def load_config(folder: Path) -> Config:
         return Config.from_hf(raw)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:  # a value of another type
+        raise UserError(f"{folder}/config.json can't be understood: {error}") from None
 
 
 @contextmanager
@@ -157,23 +160,18 @@ def _check_layout(path: Path, metadata: dict[str, str], keys: list[str]) -> None
 
 
 def fingerprint(folder: Path) -> str:
-    """A short name for the weights a judge head belongs to: a hash of the norms and of 64 embedding rows.
+    """A short name for the weights a judge head belongs to: a hash of the norms and of a few rows of every matrix.
 
-    These are what quantization leaves untouched, so a model and its int8 form share it, and two fine-tunes of one base don't.
     Values are compared as bfloat16, so that it is the same whichever dtype the checkpoint was written in.
     """
     parts: dict[str, bytes] = {}
     for path in weight_files(folder):
         with open_shard(path) as shard:
             for name in shard.keys():
-                if name == "embed.weight":
-                    rows = shard.get_slice(name)
-                    step = max(1, rows.get_shape()[0] // 64)
-                    value = torch.cat([rows[i : i + 1] for i in range(0, rows.get_shape()[0], step)][:64])
-                elif name.endswith("norm.weight"):
-                    value = shard.get_tensor(name)
-                else:
-                    continue
+                rows = shard.get_slice(name)
+                height = rows.get_shape()[0]
+                several = len(rows.get_shape()) > 1  # a norm or a bias is taken whole
+                value = torch.cat([rows[i : i + 1] for i in range(0, height, -(-height // 4))]) if several else rows[:]
                 parts[name] = value.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
     digest = hashlib.sha256()
     for name in sorted(parts):
@@ -232,7 +230,11 @@ class CheckpointWriter:
         if (folder / "config.json").exists():
             raise UserError(f"{folder} is a checkpoint already; remove it or choose another name")
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in [*folder.glob("model-?????.safetensors"), *folder.glob("*.partial")]:  # of an interrupted run
+        for stale in [*folder.glob("*.safetensors"), *folder.glob("model.safetensors.index.json"), *folder.glob("*.partial")]:
+            if stale.suffix == ".safetensors":
+                with open_shard(stale) as shard:
+                    if (shard.metadata() or {}).get("layout") != LAYOUT:
+                        raise UserError(f"{stale} is not of an interrupted run of this program; choose another folder")
             stale.unlink()
         self.folder, self.shard_bytes = folder, shard_bytes
         self.pending: dict[str, Tensor] = {}
@@ -270,17 +272,14 @@ class CheckpointWriter:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
     """Write a safetensors file under a temporary name, then rename it."""
-    partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata={"format": "pt", "layout": LAYOUT, "quantization": "none", **metadata})
-    partial.chmod(0o644)  # the library makes it readable by its owner alone
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        save_file(tensors, partial, metadata={"format": "pt", "layout": LAYOUT, "quantization": "none", **metadata})
+        partial.chmod(0o644)  # the library makes it readable by its owner alone
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON file under a temporary name, then rename it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def save_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
-from errors import Parser, UserError, read_json, run_cli
+from errors import Parser, UserError, run_cli
+from files import read_json
 from model import Config
 
 # Hugging Face's name within a layer -> ours, and the place of the part in a fused weight

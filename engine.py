@@ -2,7 +2,7 @@
 
 All state of a running text lies on the device in fixed buffers. A round is one straight run of device work: M draft steps,
 one pass of the target over the M + 1 tokens, acceptance, the commit. Nothing in it depends on a value the host would have to
-read, so it can be captured as it stands; the host reads one small result vector when the round is over. Plain decoding is
+read; the host reads one small result vector when the round is over. Plain decoding is
 the same round with M = 0.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from judge import Block, next_distribution, verdict
+from judge import Block, log_probabilities, next_distribution, verdict
 from model import PREFILL_CHUNK, Cache, Transformer, common_length
 from tokenizer import Output
 
@@ -37,8 +37,10 @@ class Sampling:
 
     def check(self) -> None:
         """Raises UserError for a value outside its range."""
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature is {self.temperature:g}; it must be a number of at least 0")
+        if self.temperature != 0 and not 1e-3 <= self.temperature < math.inf:
+            raise UserError(f"--temperature is {self.temperature:g}; it must be 0 (greedy) or a number of at least 0.001")
+        if not 0 <= self.seed < 1 << 63:
+            raise UserError(f"--seed is {self.seed}; it must be at least 0 and below 2^63")
         if self.top_k < 0:
             raise UserError(f"--top-k is {self.top_k}; it must be at least 1, or 0 for all tokens")
         if not 0 < self.top_p <= 1:
@@ -68,7 +70,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     Args:
         uniform: [1] in [0, 1). Only tokens of weight above 0 can come out, whatever it is.
     """
-    sums = weights.cumsum(-1)
+    sums = weights.cumsum(-1).cummax(-1).values  # a parallel sum may fall back by a rounding
     total = sums[-1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))  # the product may round up to the total
     return torch.searchsorted(sums, torch.minimum(uniform * total, below_total), right=True)
@@ -148,8 +150,10 @@ class Engine:
         sampling.check()
         self.target, self.draft, self.verify, self.threshold, self.sampling = target, draft, verify, threshold, sampling
         self.M = draft_len if draft is not None else 0
-        if draft is not None and draft_len < 1:
-            raise UserError(f"--draft-len is {draft_len}; it must be at least 1")
+        if draft is not None and not 1 <= draft_len < target.config.max_seq_len:
+            raise UserError(
+                f"--draft-len is {draft_len}; it must be at least 1, and below the context of {target.config.max_seq_len}"
+            )
         for name, model in (("target", target), ("draft", draft)):
             if model is not None and max_len > model.config.max_seq_len:
                 raise UserError(f"{max_len} tokens don't fit into the {name}'s context of {model.config.max_seq_len}")
@@ -180,10 +184,10 @@ class Engine:
     def warm_up(self) -> float:
         """Run a round on an empty text, so that everything is compiled before the clock starts. Returns its seconds."""
         start = time.perf_counter()
-        self.pos.zero_()
         self.text = []
         for _ in range(2):
-            self.round(bucket_for(2 * self.M + 2))
+            self.pos.zero_()
+            self.round(bucket_for(self.M + 1))
             self.result.tolist()
         self.watch.read()
         return time.perf_counter() - start
@@ -200,6 +204,8 @@ class Engine:
         """
         if not prompt:
             raise UserError("the prompt is empty; there must be at least one token to continue from")
+        if not 0 <= min(prompt) <= max(prompt) < self.target.config.vocab_size:
+            raise UserError(f"token {max(prompt)} is beyond the target's vocabulary of {self.target.config.vocab_size}")
         if len(prompt) > self.max_len:
             raise UserError(f"the prompt has {len(prompt)} tokens; there is room for {self.max_len}")
         self.generator.manual_seed(self.sampling.seed if seed is None else seed)
@@ -213,7 +219,7 @@ class Engine:
             chunk, bucket = ids[positions], bucket_for(start + len(positions))
             for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
                 if model is not None and cache is not None:
-                    model.step(chunk.clamp(max=model.config.vocab_size - 1), positions, cache, bucket, compiled=False)
+                    model.step(model.known(chunk), positions, cache, bucket, compiled=False)
         self.text = list(prompt)
 
     def round(self, bucket: int) -> None:
@@ -232,9 +238,10 @@ class Engine:
         self.watch.mark("other")
         logits, judge = self.target.logits(self.target.step(read, positions, self.target_cache, bucket))
         self.watch.mark("verify")
+        log_p = log_probabilities(logits[:-1], read[1:]) if judge is not None and self.verify == "judge" else None
         logits = warp(logits, self.sampling)
         if self.M:
-            self._accept(read[1:], logits, None if judge is None else judge[1:], uniform)
+            self._accept(read[1:], logits, None if judge is None else judge[1:], log_p, uniform)
         else:
             self.result[0] = 0
             self.result[1:2] = self._choose(logits, uniform)
@@ -256,7 +263,7 @@ class Engine:
         assert draft is not None and cache is not None
         positions = (self.pos + self.ahead[:2] - 1).clamp(min=0)
         for i in range(self.M):
-            read = self.tokens.index_select(0, positions).clamp(max=draft.config.vocab_size - 1)
+            read = draft.known(self.tokens.index_select(0, positions))
             self.watch.mark("other")
             logits = draft.logits(draft.step(read, positions, cache, bucket)[-1:])[0]
             self.watch.mark("draft")
@@ -266,11 +273,11 @@ class Engine:
             positions = (self.pos + i + 1).view(1)
             self.tokens.index_copy_(0, positions, self._choose(logits, None if uniform is None else uniform[i : i + 1]))
 
-    def _accept(self, drafted: Tensor, logits: Tensor, judge: Tensor | None, uniform: Tensor | None) -> None:
+    def _accept(self, drafted: Tensor, logits: Tensor, judge: Tensor | None, log_p: Tensor | None, uniform: Tensor | None) -> None:
         """Apply the rules to a block and write the outcome to ``result``."""
         M = self.M
         tests = None if uniform is None else uniform[M : 2 * M]
-        block = Block(drafted, logits[:M], self.draft_logits, judge, self.target.judge_floor)
+        block = Block(drafted, logits[:M], self.draft_logits, judge, log_p, self.target.judge_floor)
         n, standard, relaxed = verdict(block, self.verify, self.threshold, tests)
         if uniform is None:
             own = logits.index_select(0, n.view(1)).argmax(-1)

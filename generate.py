@@ -18,14 +18,15 @@ import torch
 import checkpoint
 from engine import RULE, STANDARD, TARGET, Engine, Generation, Sampling, generate
 from errors import Parser, UserError, run_cli
+from files import check_writable, write_text
 from judge import RULES, check_threshold, default_threshold
 from page import Passage, generated_spans, page
 from tokenizer import Output
 
 DEMO = Path(__file__).parent / "demo"
 DEMO_PROMPT = (
-    "Ada starts with 80 marbles. Later she donates 4 jars holding 8 marbles apiece. On Sunday she sells "
-    "26 marbles. In an old drawer she finds another 34. How many marbles are left in the end?"
+    "Ada has 36 buttons. Ada buys 2 jars of 14 buttons each. A friend brings 14 buttons. Ada sends away 2 jars with 6 buttons "
+    "in each. How many buttons are left in the end?"
 )
 COLOURS = {STANDARD: "\033[32m", RULE: "\033[1;36m", TARGET: "\033[33m"}
 RESET = "\033[0m"
@@ -91,8 +92,9 @@ def check_args(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.html is not None and args.interactive:
         raise UserError("--html can't be had with --interactive")
-    if args.html is not None and not args.html.parent.is_dir():
-        raise UserError(f"--html {args.html}: there is no folder {args.html.parent}")
+    check_writable("--html", args.html)
+    if args.interactive and (args.json or args.num_samples > 1):
+        raise UserError(f"{'--json' if args.json else '--num-samples'} can't be had with --interactive")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this machine has no CUDA device that PyTorch can use")
@@ -140,13 +142,11 @@ class Setup:
 
 
 def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: int, load_s: float, compile_s: float) -> dict:
-    """The JSON object of ``--json``: medians over samples, and the first sample's text."""
+    """The JSON object of ``--json``: medians over samples; text, ids, rounds and who accepted what are the first sample's."""
     a, first = setup.args, runs[0].output
-    rounds = sum(len(r.rounds) for r in runs)
-    by = {who: sum(r.accepted(who) for r in runs) for who in (STANDARD, RULE)}
     all_ms = [now.ms for run in runs for now in run.rounds]
     read = engine.target.weight_bytes() + (engine.draft.weight_bytes() * engine.M if engine.draft is not None else 0)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "text": first.text,
         "tokens": first.tokens,
@@ -158,10 +158,10 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
         "decode_s": statistics.median(r.decode_s for r in runs),
         "load_s": load_s,
         "compile_s": compile_s,
-        "rounds": rounds,
-        "mean_accepted": sum(by.values()) / rounds,
-        "tokens_per_round": sum(len(r.output.tokens) for r in runs) / rounds,
-        "accepted_by": {"standard": by[STANDARD], "judge": by[RULE]},
+        "rounds": len(runs[0].rounds),
+        "mean_accepted": statistics.median(r.mean_accepted for r in runs),
+        "tokens_per_round": statistics.median(len(r.output.tokens) / len(r.rounds) for r in runs),
+        "accepted_by": {"standard": runs[0].accepted(STANDARD), "judge": runs[0].accepted(RULE)},
         "draft_ms": statistics.median(ms.get("draft", 0.0) for ms in all_ms),
         "verify_ms": statistics.median(ms.get("verify", 0.0) for ms in all_ms),
         "other_ms": statistics.median(ms.get("other", 0.0) for ms in all_ms),
@@ -170,7 +170,8 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
         "config": {
             "target": str(setup.pair.target), "draft": str(setup.pair.draft) if setup.pair.draft else None,
             "judge": str(a.judge) if a.judge else None, "verify": engine.verify,
-            "threshold": engine.threshold if engine.verify in RULES else None, "draft_len": engine.M,
+            "threshold": engine.threshold if engine.verify in RULES else None,
+            "floor": engine.target.judge_floor if engine.verify == "judge" else None, "draft_len": engine.M,
             "temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed, "dtype": a.dtype,
             "quantize": "none", "device": a.device, "ranks": 1, "num_samples": a.num_samples, "compile": not a.no_compile,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -255,10 +256,11 @@ def main() -> None:
     compile_s = engine.warm_up()
     runs = []
     for i in range(args.num_samples):
+        engine.text = []  # so that each sample reads the prompt, and is timed doing so
         runs.append(run_once(setup, engine, prompt, args.seed + i, colour))
         print(summary(runs[-1]), file=sys.stderr)
     if args.html is not None:
-        args.html.write_text(picture(setup, engine, text, runs[0]), encoding="utf-8")
+        write_text(args.html, picture(setup, engine, text, runs[0]))
     if args.json:
         print(json.dumps(report(setup, engine, runs, len(prompt), load_s, compile_s), ensure_ascii=False))
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import codecs
 import math
-import os
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -25,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from errors import UserError, read_jsonl
+from errors import UserError
+from files import read_jsonl, replacing
 from model import Reader, Transformer
 from tokenizer import Tokenizer
 
@@ -41,16 +40,20 @@ class Block(NamedTuple):
     logits: Tensor  # [M, V] fp32, the target's, that predict each drafted token
     draft_logits: Tensor | None  # [M, V] fp32, the draft's own at the same places; kept when sampling and for the rule kl
     judge: Tensor | None  # [M] fp32, z_i at each drafted token's own position; None without a head
-    floor: float = 0.0  # the judge takes no token of less probability
+    log_p: Tensor | None = None  # [M] fp32, each drafted token's by the target, before temperature, top-k and top-p
+    floor: float = 0.0  # the judge takes no token of less probability than this; needs log_p when above 0
 
 
 def judge_rule(block: Block, threshold: float) -> Tensor:
     """sigmoid(z_i) > δ, and the token is not one that the target all but excludes (p < floor). δ = 1 accepts nothing."""
     if block.judge is None:
         raise ValueError("the rule judge needs a head")
-    own = block.logits.gather(-1, block.drafted[:, None])[:, 0]
-    likely_enough = own - block.logits.logsumexp(-1) >= math.log(block.floor) if block.floor > 0 else True
-    return (block.judge.sigmoid() > threshold) & likely_enough
+    right = block.judge.sigmoid() > threshold
+    if block.floor == 0:
+        return right
+    if block.log_p is None:
+        raise ValueError("the judge's floor needs the target's log-probabilities")
+    return right & (block.log_p >= math.log(block.floor))
 
 
 def topk_rule(block: Block, threshold: float) -> Tensor:
@@ -80,6 +83,11 @@ def kl_rule(block: Block, threshold: float) -> Tensor:
     return (divergence < threshold) & possible & ((top <= 0.9) | (best == block.drafted))
 
 
+def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities [T] of tokens [T] under logits [T, V]."""
+    return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
 class Rule(NamedTuple):
     """A relaxation of the standard test, its knob and what the knob may be."""
 
@@ -101,7 +109,7 @@ RULES = {
 def check_threshold(verify: str, threshold: float) -> None:
     """Raises UserError when ``threshold`` is not a possible value of the rule's knob."""
     rule = RULES[verify]
-    if not rule.low <= threshold <= rule.high or (verify == "topk" and threshold != int(threshold)):
+    if not (rule.low <= threshold <= rule.high and threshold < math.inf) or (verify == "topk" and threshold != int(threshold)):
         whole = "a whole number " if verify == "topk" else ""
         limits = f"in [{rule.low:g}, {rule.high:g}]" if rule.high < math.inf else f"of at least {rule.low:g}"
         raise UserError(f"--threshold is {threshold:g}; for the rule {verify} it is {rule.knob}, {whole}{limits}")
@@ -177,9 +185,8 @@ class Head:
 
     def save(self, path: Path) -> None:
         """Write the head; loadable with ``torch.load(weights_only=True)``."""
-        partial = path.with_name(path.name + ".partial")
-        torch.save({"format": "judge-head-1", **asdict(self)}, partial)
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            torch.save({"format": "judge-head-1", **asdict(self)}, partial)
 
     def check(self, fingerprint: str, dim: int, model: str) -> None:
         """Raises UserError unless the head was trained for this target."""
@@ -198,7 +205,7 @@ def load_head(path: Path) -> Head:
         raw = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"no judge head at {path}") from None
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # damaged pickles fail in any way
         why = (str(error) or "it is empty").splitlines()[0]
         raise UserError(f"{path} can't be read as a judge head: {why}") from None
     if not isinstance(raw, dict) or raw.pop("format", None) != "judge-head-1":
@@ -207,8 +214,9 @@ def load_head(path: Path) -> Head:
         head = Head(**raw)
     except TypeError as error:
         raise UserError(f"{path} is not a judge head this version can read: {error}") from None
-    sound = isinstance(head.weight, Tensor) and head.weight.dim() == 1 and bool(head.weight.isfinite().all())
-    if not sound or not math.isfinite(head.bias):
+    numbers = all(isinstance(x, float | int) for x in (head.bias, head.threshold, head.floor))
+    vector = isinstance(head.weight, Tensor) and head.weight.dim() == 1 and head.weight.is_floating_point()
+    if not numbers or not vector or not math.isfinite(head.bias) or not bool(head.weight.isfinite().all()):
         raise UserError(f"{path}: the head's weights are not a vector of finite numbers")
     if head.kind not in KINDS or head.label_rule not in LABEL_RULES or not (0 <= head.threshold <= 1 and 0 <= head.floor <= 1):
         raise UserError(
@@ -292,6 +300,9 @@ def read_labels(path: Path, tokenizer: Tokenizer, label_rule: str = "span", raw:
         if "tokens" not in row:
             return tuple_examples(parse_tuple(row), tokenizer, number(row["question"]), label_rule, raw)
         item = parse_labelled(row, tokenizer)
+        made = row.get("settings", {}).get("label_rule", label_rule)
+        if made != label_rule:
+            raise ValueError(f"labelled by the rule {made!r}, not {label_rule!r}")
         prompt, question = tokenizer.encode_question(item.question, item.raw), number(item.question)
         return [Example(question, prompt, item.tokens, item.labels)] + [
             Example(question, prompt, [*item.tokens[:place], token], [IGNORE] * place + [label])
@@ -308,7 +319,14 @@ def read_labels(path: Path, tokenizer: Tokenizer, label_rule: str = "span", raw:
 
 
 def token_spans(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[tuple[int, int]]:
-    """The characters [start, end) of ``text`` that each of its ids completes."""
+    """The characters [start, end) of ``text`` that each of its ids completes.
+
+    Raises:
+        ValueError: the tokenizer writes the text otherwise than it was given.
+    """
+    back = tokenizer.decode(ids)
+    if back != text:
+        raise ValueError(f"the tokenizer gives {back!r} back for {text!r}; use that form, so that characters can be counted")
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     written = (b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) or b"" for i in ids)
     ends = list(accumulate(len(decoder.decode(data)) for data in written))
@@ -319,8 +337,7 @@ def token_spans(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[tup
 
 def tuple_examples(item: Tuple, tokenizer: Tokenizer, number: int, label_rule: str = "span", raw: bool = False) -> list[Example]:
     """Both answers of a tuple, a label for each token; the stop token belongs to a right answer."""
-    stop = sorted(tokenizer.eos_ids)[:1]
-    prompt = tokenizer.encode_question(item.question, raw)
+    prompt, stop = tokenizer.encode_question(item.question, raw), tokenizer.end_of_answer(raw)
     right, wrong = tokenizer.encode(item.correct), tokenizer.encode(item.wrong)
     labels = span_labels(token_spans(tokenizer, wrong, item.wrong), item.mistake, label_rule)
     return [
@@ -357,6 +374,8 @@ def read_states(model: Transformer, examples: Sequence[Example], progress: Calla
         wanted = [len(example.prompt) + i for i, label in enumerate(example.labels) if label != IGNORE]
         if wanted:
             states.append(reader.read(text)[wanted].cpu())
+    if not states:
+        raise UserError("no token of these answers carries a label")
     return torch.cat(states)
 
 
@@ -403,8 +422,6 @@ class TrainResult(NamedTuple):
 
     def threshold_for(self, recall: float) -> float:
         """The least δ that stops at least this share of the held-out wrong tokens."""
-        if not len(self.wrong):
-            return 0.5
         return float(self.wrong.sigmoid()[max(0, math.ceil(recall * len(self.wrong)) - 1)])
 
     def calibration(self, bins: int = 10) -> list[tuple[float, float, float]]:
@@ -437,7 +454,6 @@ def train_head(
     labels: Tensor,
     questions: Tensor,
     seed: int = 0,
-    wrong_weight: float = 1.0,
     lr: float = 1e-4,
     weight_decay: float = 0.1,
     batch: int = 128,
@@ -446,25 +462,31 @@ def train_head(
 ) -> TrainResult:
     """Fit a linear head by weighted cross-entropy, stopping early on a tenth of the *questions*.
 
-    Wrong tokens weigh n_right / n_wrong times ``wrong_weight``, which makes up for there being about one in twenty. States
-    are standardised, and the scale is folded back into the weights returned.
+    The tenth is drawn apart among the questions with a wrong token and among the others. Wrong tokens weigh n_right / n_wrong,
+    which makes up for there being about one in twenty. States are standardised, and the scale is folded back into the weights
+    returned.
 
     Args:
         states: [N, D] fp32; labels: [N], RIGHT or WRONG; questions: [N], whose answer a token comes from.
 
     Raises:
-        UserError: the labels hold no wrong token, or no right one.
+        UserError: there are too few right or wrong tokens to learn from some and to test on others.
     """
     generator = torch.Generator().manual_seed(seed)
-    unique = questions.unique()
-    held = unique[torch.randperm(len(unique), generator=generator)[: max(1, len(unique) // 10)]]
-    held_out = torch.isin(questions, held)
-    n_right, n_wrong = int((labels[~held_out] == RIGHT).sum()), int((labels[~held_out] == WRONG).sum())
-    if not n_right or not n_wrong:
-        raise UserError(f"a head needs right and wrong tokens to learn from; these are {n_right} right and {n_wrong} wrong")
+    with_mistake = questions[labels == WRONG].unique()
+    without = questions[~torch.isin(questions, with_mistake)].unique()
+    held = [part[torch.randperm(len(part), generator=generator)[: math.ceil(len(part) / 10)]] for part in (with_mistake, without)]
+    held_out = torch.isin(questions, torch.cat(held))
+    counts = [int((labels[part] == label).sum()) for part in (held_out, ~held_out) for label in (RIGHT, WRONG)]
+    if not all(counts):
+        raise UserError(
+            f"a head needs right and wrong tokens of at least two questions; here are {int((labels == RIGHT).sum())} right and "
+            f"{int((labels == WRONG).sum())} wrong ones of {len(questions.unique())}"
+        )
+    n_right, n_wrong = counts[2:]
     mean, std = states[~held_out].mean(0), states[~held_out].std(0).clamp(min=1e-6)
     x, y = (states - mean) / std, labels.float()
-    weights = torch.where(labels == WRONG, n_right / n_wrong * wrong_weight, 1.0)
+    weights = torch.where(labels == WRONG, n_right / n_wrong, 1.0)
     w = torch.zeros(states.shape[1], requires_grad=True)
     b = torch.zeros((), requires_grad=True)
     optimizer = torch.optim.AdamW([w, b], lr=lr, weight_decay=weight_decay)

@@ -97,9 +97,12 @@ class Config:
 
     def check(self) -> None:
         """Raises UserError where the sizes contradict each other."""
+        for name in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"config.json gives {name} = {getattr(self, name)!r}; it must be a number above 0")
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"config.json gives {name} = {value!r}; it must be a whole number of at least 1")
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"{self.n_heads} attention heads don't divide over {self.n_kv_heads} key/value heads")
@@ -112,6 +115,12 @@ class Config:
             missing = [k for k in keys if k not in self.rope_scaling]
             if missing:
                 raise UserError(f"config.json's RoPE scaling lacks {', '.join(missing)}")
+            for key in keys:
+                value = self.rope_scaling[key]
+                if not isinstance(value, float | int) or not 0 < value < math.inf:
+                    raise UserError(f"config.json's RoPE scaling gives {key} = {value!r}; it must be a number above 0")
+            if "low_freq_factor" in keys and self.rope_scaling["low_freq_factor"] >= self.rope_scaling["high_freq_factor"]:
+                raise UserError("config.json's RoPE scaling gives a low_freq_factor that isn't below its high_freq_factor")
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
@@ -183,7 +192,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 class Linear(nn.Linear):
     """x times weight transposed plus bias, by the product that suits the device, the dtype and the number of rows."""
 
-    slow_rows = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    slow_rows = not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
     def forward(self, x: Tensor) -> Tensor:
         if self.slow_rows and x.device.type == "cpu" and x.dtype != torch.float32 and x.shape[:-1].numel() > 2:
@@ -309,6 +318,10 @@ class Transformer(nn.Module):
             else nn.Parameter(self.output.weight[: self.config.vocab_size], requires_grad=False)
         )
 
+    def known(self, tokens: Tensor) -> Tensor:
+        """Tokens with those beyond this model's vocabulary replaced: a partner's may be padded further, with ids no text has."""
+        return tokens.clamp(max=self.config.vocab_size - 1)
+
     def hidden(self, tokens: Tensor) -> Tensor:
         """Last-layer states [B, T, D] before the final norm, for tokens [B, T]; no cache."""
         cos, sin = rope_table(self.config, torch.arange(tokens.shape[1], device=tokens.device))
@@ -383,10 +396,12 @@ class Transformer(nn.Module):
 
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads: all but the embedding table, of which a token reads one row."""
-        return sum(p.nbytes for name, p in self.named_parameters() if name != "embed.weight")
+        return sum(p.nbytes for name, p in self.named_parameters(remove_duplicate=False) if name != "embed.weight")
 
     def compile_blocks(self, dynamic: bool) -> None:
         """Compile the layer step once, for all layers. With ``dynamic``, one graph serves every T > 1 and every bucket."""
+        # each bucket and each number of rows may be a graph of its own: with the default limit the later ones would run uncompiled
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self.compiled_steps = [torch.compile(layer.step, dynamic=dynamic) for layer in self._blocks()]
 
 
@@ -404,7 +419,7 @@ class Reader:
         """States [T, D] before the final norm of a text of T tokens, at most ``max_len``; good until the next call."""
         known = common_length(self.text, text)
         self.text = []  # nothing, should the reading be interrupted
-        ids = torch.tensor(text, device=self.hidden.device)
+        ids = self.model.known(torch.tensor(text, device=self.hidden.device))
         for start in range(known, len(text), PREFILL_CHUNK):
             end = min(start + PREFILL_CHUNK, len(text))
             positions = torch.arange(start, end, device=self.hidden.device)

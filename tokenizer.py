@@ -25,7 +25,8 @@ import tiktoken
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from errors import UserError, read_json
+from errors import UserError
+from files import read_json
 
 FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
 
@@ -123,7 +124,7 @@ class Tokenizer:
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
             return _environment().from_string(self.chat_template).render(values | self._names)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template's own code fails as Python does
+        except Exception as error:  # a template's own code fails in any way that Python does
             raise UserError(f"{self.folder}: the chat template fails on these messages: {error}") from error
 
     def encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
@@ -153,6 +154,19 @@ class Tokenizer:
         if raw or not self.has_chat_template:
             return self.encode_prompt(text)
         return self.encode_chat([{"role": "user", "content": text}])
+
+    def end_of_answer(self, raw: bool = False) -> list[int]:
+        """The stop token [1] with which an answer ends: in a conversation the one the template writes there, else eos.
+
+        Empty where the checkpoint names none.
+        """
+        named = [self.vocabulary.special[name] for name in [self._names.get("eos_token")] if name in self.vocabulary.special]
+        if raw or not self.has_chat_template:
+            return named
+        question = {"role": "user", "content": "a"}
+        asked = self.encode_chat([question])
+        whole = self.encode_chat([question, {"role": "assistant", "content": "b"}], add_generation_prompt=False)
+        return [i for i in whole[len(asked) :] if i in self.eos_ids][:1] or named
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, control tokens left out, bytes that aren't UTF-8 as U+FFFD."""
@@ -227,11 +241,13 @@ class Output:
         self.text = ""
         self.streamed = 0  # characters emitted
         self.finish_reason = ""
+        self.stopped_by: int | None = None  # the stop token, which is in neither ids nor text
 
     def add(self, tokens: Sequence[int], accepted_by: Sequence[str]) -> bool:
         """Append what a round committed. Returns whether the text has ended."""
         for token, who in zip(tokens, accepted_by):
             if token in self.stop_ids:
+                self.stopped_by = token
                 return self._finish("stop")
             self.tokens.append(token)
             self.accepted_by.append(who)
@@ -284,6 +300,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
+    try:
+        return _load(folder)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value of another form than the field's files have
+        raise UserError(f"{folder}: the tokenizer's files can't be understood: {error}") from None
+
+
+def _load(folder: Path) -> Tokenizer:
     settings = _settings(folder)
     found = [path for pattern in FILES for path in sorted(folder.glob(pattern))]
     if not found:

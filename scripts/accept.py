@@ -18,15 +18,16 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 from evaluate import Contender, parse_rules
-from plots import curves_figure
+from plots import curves_figure, require_matplotlib
 from tasks import TASKS, encode, question_and_answer, read_problems
 from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
 from engine import Note, match_vocabulary
-from errors import Parser, UserError, read_jsonl, run_cli
-from judge import Block, verdict
+from errors import Parser, UserError, run_cli
+from files import check_writable, read_jsonl, write_text
+from judge import Block, log_probabilities, verdict
 from model import Reader, Transformer
 from page import Passage, Span, describe, page, token_texts
 from tokenizer import Tokenizer
@@ -65,7 +66,8 @@ def read_block(target: Reader, draft: Reader | None, text: Text) -> Block:
             own = draft.model.logits(draft.read(text.prompt + text.answer[:-1])[len(text.prompt) - 1 :])[0]
             own = match_vocabulary(own, logits.shape[-1]).cpu()
     judge = None if judge is None else judge[1:].cpu()
-    return Block(ids, logits[:-1].cpu(), own, judge, target.model.judge_floor)
+    logits = logits[:-1].cpu()
+    return Block(ids, logits, own, judge, log_probabilities(logits, ids), target.model.judge_floor)
 
 
 def mean_accepted(flags: Sequence[Sequence[bool]], M: int) -> float:
@@ -123,6 +125,12 @@ def parse_args():
     args = p.parse_args()
     if args.limit < 1:
         raise UserError(f"--limit is {args.limit}; it must be at least 1")
+    if args.raw and args.task:
+        raise UserError(f"--raw has no meaning with --task {args.task}, which knows whether its prompts are raw")
+    check_writable("--html", args.html)
+    check_writable("--plot", args.plot)
+    if args.plot is not None:
+        require_matplotlib()
     return args
 
 
@@ -181,7 +189,7 @@ def main() -> None:
     print(tables(rules), file=sys.stderr if args.json else sys.stdout)
     if args.html is not None:
         facts = [f"target {pair.target.name}", f"rule {chosen[-1].name}", f"{len(texts)} answers from {args.data.name}"]
-        args.html.write_text(page("Who would accept these answers?", facts, passages), encoding="utf-8")
+        write_text(args.html, page("Who would accept these answers?", facts, passages))
     if args.plot is not None:
         curves = {name: r["mean_accepted"] for name, r in rules.items()}
         curves_figure(args.plot, curves, "tokens drafted a round (M)", "accepted tokens a round (m*)")

@@ -69,6 +69,8 @@ def main() -> None:
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="float32", help="default: float32")
     args = p.parse_args()
     Ms = lengths(args.draft_lens)
+    if args.new_tokens < 1 or args.self_tokens < 1:
+        raise UserError(f"--new-tokens is {args.new_tokens} and --self-tokens {args.self_tokens}; both must be at least 1")
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     prompts = [encode(pair.tokenizer, problem, args.task) for problem in read_problems(args.task, args.data, args.prompts)]
     target, draft = pair.load(checkpoint.DTYPES[args.dtype])

@@ -19,13 +19,14 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import torch
-from plots import Point, trade_off_figure
+from plots import Point, require_matplotlib, trade_off_figure
 from tasks import TASKS, Problem, encode, read_problems
 from tqdm import tqdm
 
 import checkpoint
 from engine import RULE, STANDARD, Engine, Generation, generate
-from errors import Parser, UserError, resume_jsonl, run_cli
+from errors import Parser, UserError, run_cli
+from files import append_jsonl, check_writable, resume_jsonl, write_jsonl
 from generate import DEMO
 from judge import RULES, Head, check_threshold, default_threshold
 from tokenizer import Output, Tokenizer
@@ -143,18 +144,22 @@ def draft_len(args, contender: Contender) -> int:
     return 0 if alone else args.draft_len or (8 if contender.verify == "standard" else 25)
 
 
+def digest(value: Any) -> str:
+    """A short name for anything JSON can write."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
 def identity(args, contender: Contender) -> str:
     """What decides a contender's answers, as text: answers kept under it are its own, whatever it was called."""
     head = contender.head
     who = contender.name if contender.name in ("plain", "draft") else contender.verify
-    parts = [who, f"{contender.threshold:g}", f"M={draft_len(args, contender)}"]
+    parts = [who, repr(contender.threshold), f"M={draft_len(args, contender)}"]
     if head is not None:
-        numbers = json.dumps([head.weight.tolist(), head.bias, head.kind, head.floor])
-        parts.append(hashlib.sha256(numbers.encode()).hexdigest()[:12])
+        parts.append(digest([head.weight.tolist(), head.bias, head.kind, head.floor]))
     return " ".join(parts)
 
 
-def read_done(out: Path | None, signature: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
+def read_done(out: Path | None, signature: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     """Answers that an earlier run left in ``out``, by contender and problem. A new file is begun with the signature.
 
     Raises:
@@ -162,12 +167,14 @@ def read_done(out: Path | None, signature: dict[str, Any]) -> dict[tuple[str, in
     """
     if out is None:
         return {}
-    rows = resume_jsonl(out)
-    if rows and rows[0] != signature:
-        raise UserError(f"{out} holds answers of another run ({json.dumps(rows[0])}); choose another --out")
+
+    def check(rows: list[dict[str, Any]]) -> None:
+        if rows and rows[0] != signature:
+            raise UserError(f"{out} holds answers of another run ({json.dumps(rows[0])}); choose another --out")
+
+    rows = resume_jsonl(out, check)
     if not rows:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(signature) + "\n", encoding="utf-8")
+        write_jsonl(out, [signature])
     return {(r["rule"], r["problem"]): r for r in rows[1:]}
 
 
@@ -194,8 +201,7 @@ def write_answers(folder: Path, problems: list[Problem], results: dict[str, list
             }
             for problem, done in zip(problems, answers)
         ]  # fmt: skip
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        (folder / f"{model}.jsonl").write_text(text, encoding="utf-8")
+        write_jsonl(folder / f"{model}.jsonl", lines)
 
 
 def parse_args():
@@ -220,6 +226,10 @@ def parse_args():
     args = p.parse_args()
     if args.draft_len is not None and args.draft_len < 1:
         raise UserError(f"--draft-len is {args.draft_len}; it must be at least 1")
+    check_writable("--out", args.out)
+    check_writable("--plot", args.plot)
+    if args.plot is not None:
+        require_matplotlib()
     if args.answers is not None and args.task != "mt-bench":
         raise UserError(f"--answers is for --task mt-bench, not {args.task}")
     if args.target == str(DEMO / "target"):
@@ -255,24 +265,31 @@ def main() -> None:
     problems = read_problems(args.task, args.data, args.limit)
     pair = checkpoint.find_pair(args.target, args.draft)
     heads = {path.stem: checkpoint.head_for(pair.target, path) for path in args.judge}
+    if len(heads) < len(args.judge):
+        raise UserError(f"--judge names two files of one name: {', '.join(str(path) for path in args.judge)}")
     contenders, tokenizer, cap = parse_rules(args.rules, heads), pair.tokenizer, TASKS[args.task].cap
     assert pair.draft is not None
-    signature = {"task": args.task, "data": args.data and args.data.name, "target": checkpoint.fingerprint(pair.target),
-                 "draft": checkpoint.fingerprint(pair.draft), "dtype": args.dtype}  # fmt: skip
+    signature = {
+        "task": args.task, "target": checkpoint.fingerprint(pair.target), "draft": checkpoint.fingerprint(pair.draft),
+        "dtype": args.dtype, "device": args.device, "compile": not args.no_compile,
+    }  # fmt: skip
     done = read_done(args.out, signature)
     keys = {c.name: identity(args, c) for c in contenders}
     longest = max(len(encode(tokenizer, p, args.task, ("",) * turn)) + turn * cap for p in problems for turn in range(len(p.turns)))
-    todo = [(i, c) for i in range(len(problems)) for c in contenders if (keys[c.name], i) not in done]
+    todo = [(i, c) for i in range(len(problems)) for c in contenders if (keys[c.name], digest(problems[i].turns)) not in done]
     engines = build_engines(args, contenders, min(longest + cap, pair.context), pair) if todo else {}
     for engine in engines.values():
         engine.warm_up()
     for i, c in tqdm(todo, desc=args.task, unit="answer"):
-        result = {"rule": keys[c.name], "problem": i, **answer(engines[c.name], tokenizer, problems[i], args.task)}
-        done[keys[c.name], i] = result
+        result = {
+            "rule": keys[c.name],
+            "problem": digest(problems[i].turns),
+            **answer(engines[c.name], tokenizer, problems[i], args.task),
+        }
+        done[keys[c.name], result["problem"]] = result
         if args.out is not None:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result, ensure_ascii=False) + "\n")
-    results = {name: [done[key, i] for i in range(len(problems))] for name, key in keys.items()}
+            append_jsonl(args.out, result)
+    results = {name: [done[key, digest(p.turns)] for p in problems] for name, key in keys.items()}
     rules = {name: row_of(r, results["plain"] if "plain" in results and name != "plain" else None) for name, r in results.items()}
     print(table(rules), file=sys.stderr if args.json else sys.stdout)
     if args.plot is not None:

@@ -11,7 +11,6 @@ A run that was interrupted goes on where it stopped when it is run again.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -23,13 +22,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 from tasks import TASKS, Problem, encode, question_and_answer, read_problems
-from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
-from engine import TARGET, Engine, Sampling, generate
-from errors import Parser, UserError, read_jsonl, resume_jsonl, run_cli
-from judge import IGNORE, RIGHT, WRONG, Labelled, Tuple, parse_tuple, span_labels, token_spans
+from engine import TARGET, Engine, Sampling, generate, match_vocabulary
+from errors import Parser, UserError, run_cli
+from files import append_jsonl, check_writable, read_jsonl, resume_jsonl, write_jsonl, write_text
+from judge import IGNORE, RIGHT, WRONG, Labelled, Tuple, log_probabilities, parse_tuple, span_labels, token_spans
 from model import Reader, Transformer
 from page import Passage, Span, page, token_texts
 from tokenizer import Output, Tokenizer
@@ -59,38 +58,40 @@ class Miner:
         self.draft_reader = Reader(draft, max_len)
         self.target_reader = Reader(target, max_len) if args.method == "likelihood" else None
 
-    def finish(self, problem: Problem, prompt: list[int], start: list[int]) -> Output:
-        """An answer that begins with the tokens ``start`` and goes on as the target would."""
+    def finish(self, problem: Problem, prompt: list[int], start: list[int]) -> tuple[list[int], str]:
+        """An answer that begins with the tokens ``start`` and goes on as the target would: ids, a stop token included, and text."""
         output = Output(self.tokenizer, self.cap, problem.stop)
         if not output.add(start, [TARGET] * len(start)):
             generate(self.engine, prompt + start, output)
-        return output
+        stop = [output.stopped_by] if output.stopped_by is not None else []
+        return output.tokens + stop, output.text
 
     def drafted(self, prompt: list[int], answer: list[int]) -> list[int]:
         """What the draft would say in place of each token of an answer, greedily."""
         with torch.inference_mode():
             states = self.draft_reader.read(prompt + answer[:-1])[len(prompt) - 1 :]
-            return self.draft.logits(states)[0].argmax(-1).tolist()
+            logits = match_vocabulary(self.draft.logits(states)[0], self.target.config.vocab_size)
+            return logits.argmax(-1).tolist()
 
     def mine(self, problem: Problem, prompt: list[int]) -> Labels | None:
         """Labels of the draft's tokens by what becomes of the answer; None where the target's own answer is wrong."""
         assert problem.is_right is not None
-        output = self.finish(problem, prompt, [])
-        if not problem.is_right(output.text):
+        answer, text = self.finish(problem, prompt, [])
+        if not problem.is_right(text):
             return None
-        answer, harmless, alternatives, place = output.tokens, set[int](), list[tuple[int, int, int]](), 0
+        harmless, alternatives, place = set[int](), list[tuple[int, int, int]](), 0
         while place < len(answer):
             said = self.drafted(prompt, answer)
             place = next((i for i in range(place, len(answer)) if said[i] != answer[i]), len(answer))
             if place == len(answer):
                 break
-            output = self.finish(problem, prompt, answer[:place] + [said[place]])
-            if not problem.is_right(output.text):
+            other, text = self.finish(problem, prompt, answer[:place] + [said[place]])
+            if not problem.is_right(text):
                 alternatives.append((place, said[place], WRONG))
-            elif output.tokens[place : place + 1] == [said[place]]:
-                answer = output.tokens
+            elif other[place : place + 1] == [said[place]]:
+                answer = other
                 harmless.add(place)
-            else:  # a stop: the answer ends here
+            else:  # the token begins a stop text: the answer ends here
                 answer = answer[:place]
                 alternatives.append((place, said[place], RIGHT))
             place += 1
@@ -100,66 +101,65 @@ class Miner:
     def likelihood(self, problem: Problem, prompt: list[int]) -> Labels | None:
         """Labels of the draft's tokens by how likely the target finds them and the next tokens of the answer after them."""
         assert self.target_reader is not None
-        answer = self.tokenizer.encode(problem.given) if self.args.given and problem.given else None
-        if answer is None:
-            answer = self.finish(problem, prompt, []).tokens
+        if self.args.given:
+            assert problem.given is not None
+            answer = self.tokenizer.encode(problem.given)
+        else:
+            answer = self.finish(problem, prompt, [])[0]
         if not answer:
             return None
         said = self.drafted(prompt, answer)
         logits = self.target.logits(self.target_reader.read(prompt + answer)[len(prompt) - 1 : -1])[0]
-        own = log_p(logits, answer)
-        first = log_p(logits, said) - own  # what the substitution itself costs
+        own = log_probabilities(logits, torch.tensor(answer, device=logits.device))
+        first = log_probabilities(logits, torch.tensor(said, device=logits.device)) - own  # what the substitution itself costs
         window, alternatives, scores = self.args.window, list[tuple[int, int, int]](), list[float]()
         # from the end: a reading at one place spoils what was read behind it only
         for place in reversed([i for i in range(len(answer)) if said[i] != answer[i]]):
             rest = answer[place + 1 : place + 1 + window]
             states = self.target_reader.read(prompt + answer[:place] + [said[place]] + rest)[len(prompt) + place :]
-            after = log_p(self.target.logits(states[: len(rest)])[0], rest).sum() - own[place + 1 : place + 1 + len(rest)].sum()
+            logits = self.target.logits(states[: len(rest)])[0]
+            after = log_probabilities(logits, torch.tensor(rest, dtype=torch.int64, device=logits.device)).sum()
+            after -= own[place + 1 : place + 1 + len(rest)].sum()
             score = float(first[place] + after)
             alternatives.append((place, said[place], RIGHT if score > -self.args.threshold else WRONG))
             scores.append(score)
         return Labels(answer, [IGNORE] * len(answer), alternatives[::-1], scores[::-1])
 
 
-def log_p(logits: Tensor, tokens: list[int]) -> Tensor:
-    """Log-probabilities [T] of tokens under logits [T, V]."""
-    ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-    return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
-
-
 def record(question: str, raw: bool, found: Labels, tokenizer: Tokenizer, who: dict[str, Any]) -> dict[str, Any]:
-    """A line of the file."""
-    item = Labelled(question, raw, tokenizer.decode(found.tokens), found.tokens, found.labels, found.alternatives, **who)
-    return item._asdict() | ({"scores": found.scores} if found.scores is not None else {})
+    """A line of the file. ``who``: how it was made, by what models, with what settings."""
+    names = {name: who[name] for name in ("how", "target", "draft", "seed")}
+    item = Labelled(question, raw, tokenizer.decode(found.tokens), found.tokens, found.labels, found.alternatives, **names)
+    return item._asdict() | who | ({"scores": found.scores} if found.scores is not None else {})
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a line to a JSON-lines file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+def resume(path: Path, who: dict[str, Any], questions: list[str]) -> list[dict[str, Any]]:
+    """The lines an earlier run wrote. Raises UserError when they were made otherwise, or for other questions."""
 
+    def check(rows: list[dict[str, Any]]) -> None:
+        for number, row in enumerate(rows, 1):
+            if {name: row.get(name) for name in who} != who:
+                raise UserError(f"{path}, line {number} was made otherwise (by {row.get('how')}); choose another --out")
+        if [row.get("question") for row in rows] != questions[: len(rows)]:
+            raise UserError(f"{path} holds labels of other questions; choose another --out")
 
-def resume(path: Path, who: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines an earlier run wrote. Raises UserError when they were made otherwise."""
-    rows = resume_jsonl(path)
-    for row in rows[:1]:
-        if {name: row.get(name) for name in who} != who or row.get("settings") != settings:
-            raise UserError(
-                f"{path} holds labels of another run (made by {row.get('how')} for {row.get('target')}); choose another --out"
-            )
-    return rows
+    return resume_jsonl(path, check)
 
 
 def label_automatically(args: argparse.Namespace) -> None:
     """Label a task's problems by ``mine`` or ``likelihood``."""
-    if args.method == "mine" and args.task == "mt-bench":
-        raise UserError("--task mt-bench can't be mined: no program can tell whether its answers are right")
     problems = read_problems(args.task, args.data, args.limit)
+    if args.method == "mine" and not all(problem.is_right for problem in problems):
+        raise UserError(f"--task {args.task} can't be mined: no program can tell whether its answers are right")
+    if args.method == "likelihood" and args.given and not all(problem.given for problem in problems):
+        raise UserError(f"--task {args.task} has no given answers; leave --given out")
     pair = checkpoint.find_pair(args.target, args.draft)
-    who = {"how": args.method, "target": pair.target.name, "draft": pair.draft and pair.draft.name, "seed": args.seed}
     names = ("task", "temperature", "dtype", *(("threshold", "window", "given") if args.method == "likelihood" else ()))
-    settings = {name: getattr(args, name) for name in names} | {"data": args.data and args.data.name}
-    rows = resume(args.out, who, settings)
+    settings = {name: getattr(args, name) for name in names}
+    settings["weights"] = [checkpoint.fingerprint(folder) for folder in (pair.target, pair.draft) if folder is not None]
+    who = {"how": args.method, "target": pair.target.name, "draft": pair.draft and pair.draft.name, "seed": args.seed,
+           "settings": settings}  # fmt: skip
+    rows = resume(args.out, who, [problem.turns[0] for problem in problems])
     prompts = [encode(pair.tokenizer, problem, args.task) for problem in problems]
     given = max(len(pair.tokenizer.encode(p.given)) if p.given else 0 for p in problems)
     max_len = max(map(len, prompts)) + max(TASKS[args.task].cap, given) + 1
@@ -173,13 +173,12 @@ def label_automatically(args: argparse.Namespace) -> None:
     bar = tqdm(range(len(rows), len(problems)), initial=len(rows), total=len(problems), desc=args.method, unit="question")
     for i in bar:
         found = method(problems[i], prompts[i])
-        common = {"problem": i, "settings": settings}
         if found is None:
-            row = who | common | {"question": problems[i].turns[0], "skipped": "the target's own answer is wrong or empty"}
+            row = who | {"question": problems[i].turns[0], "skipped": "the target's own answer is wrong or empty"}
         else:
-            row = record(problems[i].turns[0], TASKS[args.task].raw, found, pair.tokenizer, who) | common
+            row = record(problems[i].turns[0], TASKS[args.task].raw, found, pair.tokenizer, who)
             fresh += sum(label != IGNORE for label in found.labels) + len(found.alternatives)
-        append(args.out, row)
+        append_jsonl(args.out, row)
         rows.append(row)
         bar.set_postfix(labels=fresh, refresh=False)
     finish(args, pair, rows, fresh, time.perf_counter() - start)
@@ -191,7 +190,7 @@ def finish(args: argparse.Namespace, pair: checkpoint.Pair, rows: list[dict[str,
     if args.html is not None:
         facts = [f"by {args.method}", f"target {pair.target.name}", *([f"draft {pair.draft.name}"] if pair.draft else [])]
         passages = [passage(row, pair.tokenizer) for row in rows if "skipped" not in row]
-        args.html.write_text(page("Labelled answers", facts, passages), encoding="utf-8")
+        write_text(args.html, page("Labelled answers", facts, passages))
 
 
 def passage(row: dict[str, Any], tokenizer: Tokenizer) -> Passage:
@@ -259,11 +258,10 @@ def label_by_hand(args: argparse.Namespace) -> None:
         return parse_tuple(row) if "mistake" in row else question_and_answer(row)
 
     pair = checkpoint.find_pair(args.target)
-    who = {"how": "manual", "target": pair.target.name, "draft": None, "seed": 0}
-    settings = {"data": args.file.name, "label_rule": args.label_rule, "raw": args.raw}
+    settings = {"label_rule": args.label_rule, "raw": args.raw}
+    who = {"how": "manual", "target": pair.target.name, "draft": None, "seed": 0, "settings": settings}
     answers = [item for row in read_jsonl(args.file, parse) for item in unfold(row)]
-    rows = resume(args.out, who, settings)
-    stop = sorted(pair.tokenizer.eos_ids)[:1]
+    rows, stop = resume(args.out, who, [question for question, _, _ in answers]), pair.tokenizer.end_of_answer(args.raw)
     while len(rows) < len(answers):
         question, answer, mistake = answers[len(rows)]
         if mistake == "ask":
@@ -281,8 +279,8 @@ def label_by_hand(args: argparse.Namespace) -> None:
             found = Labels(tokens + stop, [RIGHT] * (len(tokens) + len(stop)), [])
         else:
             found = Labels(tokens, span_labels(token_spans(pair.tokenizer, tokens, answer), mistake, args.label_rule), [])
-        row = record(question, args.raw, found, pair.tokenizer, who) | {"problem": len(rows), "settings": settings}
-        append(args.out, row)
+        row = record(question, args.raw, found, pair.tokenizer, who)
+        append_jsonl(args.out, row)
         rows.append(row)
     finish(args, pair, rows)
 
@@ -302,9 +300,7 @@ def step_back(rows: list[dict[str, Any]], answers: list[tuple[str, str, Any]], o
     if not asked:
         return print("this is the first answer")
     del rows[asked[-1] :]
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    partial.replace(out)
+    write_jsonl(out, rows)
 
 
 def parse_args() -> argparse.Namespace:
@@ -336,8 +332,8 @@ def parse_args() -> argparse.Namespace:
         method.add_argument("--html", type=Path, metavar="FILE", help="write all labels as a page")
         method.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to append; a run goes on from it")
     args = p.parse_args()
-    if not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
+    check_writable("--out", args.out)
+    check_writable("--html", args.html)
     if args.method == "likelihood" and (args.window < 1 or args.threshold < 0):
         raise UserError(f"--window is {args.window} and --threshold {args.threshold:g}; at least 1 and at least 0 are needed")
     return args

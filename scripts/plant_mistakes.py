@@ -6,18 +6,18 @@ The mistake reaches from the first changed digit to the number's end, so nobody 
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 from tasks import SHOTS, gsm8k_prompt, question_and_answer, without_marks
 
-from errors import Parser, UserError, read_jsonl, run_cli
+from errors import Parser, UserError, run_cli
+from files import check_writable, read_jsonl, write_jsonl
 
 COMPUTED = re.compile(r"(?<==)(\s*\$?)(\d+)(?![\d.,]*\d)")
 
@@ -49,22 +49,21 @@ def main() -> None:
     p.add_argument("--limit", type=int, default=500, metavar="N", help="tuples (default: 500)")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
+    check_writable("--out", args.out)
     rows = read_jsonl(args.data, question_and_answer)
     if args.limit < 1 or len(rows) <= SHOTS:
         raise UserError(f"--limit is {args.limit} and {args.data} has {len(rows)} rows; at least 1 and {SHOTS + 1} are needed")
     rng = random.Random(args.seed)
-    lines = []
+    rows_out: list[dict[str, Any]] = []
     for row in rows[:-SHOTS]:
         answer = " " + without_marks(row["answer"])
         planted = plant(answer, rng)
-        if planted is not None and len(lines) < args.limit:
+        if planted is not None and len(rows_out) < args.limit:
             wrong, mistake = planted
             prompt = gsm8k_prompt(row["question"], rows[-SHOTS:])
-            lines.append(json.dumps({"question": prompt, "correct": answer, "wrong": wrong, "mistake": mistake}))
-    partial = args.out.with_name(args.out.name + ".partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    os.replace(partial, args.out)
-    print(f"wrote {len(lines)} tuples to {args.out}")
+            rows_out.append({"question": prompt, "correct": answer, "wrong": wrong, "mistake": mistake})
+    write_jsonl(args.out, rows_out)
+    print(f"wrote {len(rows_out)} tuples to {args.out}")
 
 
 if __name__ == "__main__":

@@ -26,12 +26,17 @@ class Point(NamedTuple):
     high: float
 
 
-def _figure() -> tuple[Any, Any]:
+def require_matplotlib() -> Any:
+    """The module. Raises UserError where it isn't installed; called before any work is done for a picture."""
     try:
         import matplotlib
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install -r requirements-plot.txt") from None
-    matplotlib.use("Agg")
+    return matplotlib
+
+
+def _figure() -> tuple[Any, Any]:
+    require_matplotlib().use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
@@ -50,7 +55,7 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def curves_figure(path: Path, curves: dict[str, Sequence[float]], x_label: str, y_label: str) -> None:
-    """A line for each name over 1, 2, 3, ..., named at its end. Raises UserError without matplotlib."""
+    """A line for each name over 1, 2, 3, ..., named at its end."""
     figure, axes = _figure()
     top = max(max(values) for values in curves.values())
     heights = spread([values[-1] for values in curves.values()], top / 22)
@@ -63,7 +68,7 @@ def curves_figure(path: Path, curves: dict[str, Sequence[float]], x_label: str, 
 
 
 def trade_off_figure(path: Path, families: dict[str, list[Point]], x_label: str, y_label: str) -> None:
-    """Points with their intervals, those of one family joined. Raises UserError without matplotlib."""
+    """Points with their intervals, those of one family joined."""
     figure, axes = _figure()
     for i, (name, points) in enumerate(families.items()):
         colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]

@@ -1,6 +1,7 @@
-"""Run generated Python apart from everything: a process of its own, without network, within limits of time and memory.
+"""Run generated Python in a process of its own, without network, within limits of time, of memory and of a file's size.
 
-As a command it is that process: it gives up what the program must not have, then becomes the program.
+It is kept from other processes and from every network, its own machine's included; it is **not** kept from files that you may
+write. As a command this is that process: it gives up what the program must not have, then becomes the program.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,28 +26,29 @@ DIE_WITH_PARENT = 1  # of prctl(2)
 
 
 def runs(program: str, seconds: int = SECONDS, memory: int = BYTES) -> bool:
-    """Whether a program ends by itself with status 0 within its limits. What it started is ended with it.
+    """Whether a program runs to its last line within its limits. What it started is ended with it.
 
     Raises:
         UserError: this machine can't keep it off the network, so it was not run.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "program.py"
-        path.write_text(program, encoding="utf-8")
+        path, mark = Path(folder) / "program.py", secrets.token_hex(8)  # an early exit() leaves no mark
+        path.write_text(f"{program}\nopen({mark!r}, 'w').close()\n", encoding="utf-8", errors="replace")
         argv = [sys.executable, str(Path(__file__).resolve()), str(path), str(seconds), str(memory)]
         child = subprocess.Popen(
             argv, cwd=folder, env={"PATH": os.environ.get("PATH", "")}, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:
-            _, refusal = child.communicate(timeout=seconds + 2)
+            _, refusal = child.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             child.kill()
             child.communicate()
             return False
+        finished = (Path(folder) / mark).exists()
     if refusal:
         raise UserError(f"generated code can't be cut off from the network here, so it isn't run: {refusal.decode().strip()}")
-    return child.returncode == 0
+    return child.returncode == 0 and finished
 
 
 def confine_and_run(path: str, seconds: int, memory: int) -> None:
@@ -58,11 +61,13 @@ def confine_and_run(path: str, seconds: int, memory: int) -> None:
         _, status = os.waitpid(child, 0)
         os._exit(0 if status == 0 else 1)
     libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)  # it is the first of its process space, so the rest of that goes with it
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for what, limit in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 1 << 20), (resource.RLIMIT_CORE, 0)
     ):  # fmt: skip
+        most = resource.getrlimit(what)[1]
+        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(what, (limit, limit))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.execv(sys.executable, [sys.executable, "-I", path])
 
 

@@ -10,6 +10,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import demo_task
 import sandbox
 
-from errors import UserError, read_jsonl
+from errors import UserError
+from files import read_jsonl
 from tokenizer import Tokenizer
 
 SHOTS = 4  # worked examples in front of a GSM8K question, from the end of the data file
@@ -66,7 +68,7 @@ def question_and_answer(row: Any) -> dict[str, str]:
 def final_number(text: str) -> str | None:
     """What a GSM8K answer ends with: the number after ####, or None."""
     match = re.search(r"####\s*\$?(-?[\d,]*\.?\d+)", text)
-    return match.group(1).replace(",", "").removesuffix(".00") if match else None
+    return f"{Decimal(match.group(1).replace(',', '')).normalize():f}" if match else None
 
 
 def without_marks(answer: str) -> str:

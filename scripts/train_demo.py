@@ -11,7 +11,6 @@ touched when everything is done.
 from __future__ import annotations
 
 import io
-import json
 import operator
 import random
 import shutil
@@ -34,6 +33,7 @@ import demo_task as task
 from checkpoint import fingerprint, load_model, save_checkpoint, write_json
 from engine import Engine
 from errors import Parser, UserError, run_cli
+from files import replacing, write_jsonl, write_text
 from judge import Head, Tuple, as_features, labels_of, read_labels, read_states, train_head
 from model import Config, Transformer
 from tokenizer import Tokenizer, load_tokenizer
@@ -354,11 +354,7 @@ def loss_of(model: Transformer, read: Tensor, say: Tensor, weights: Tensor) -> T
 
 
 def train(recipe: Recipe, corpus: Callable[[str, int], Iterator[Row]], seed: int, work: Path) -> dict[str, Tensor]:
-    """Train one model, or go on with it from its last saved state, and return its weights in bf16.
-
-    Raises:
-        UserError: the state in ``work`` is another run's.
-    """
+    """Train one model, or go on with it from its last saved state, and return its weights in bf16."""
     model = Transformer(Config.from_hf(recipe.hf_config()))
     init_weights(model, seed)
     for layer in model.layers:
@@ -367,12 +363,10 @@ def train(recipe: Recipe, corpus: Callable[[str, int], Iterator[Row]], seed: int
     others = [p for name, p in model.named_parameters() if not (name.startswith("layers") and p.ndim == 2)]
     muon = Muon(matrices, lr=0.0)
     adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    state_path, run = work / f"{recipe.name}.pt", f"seed {seed}, {recipe}"
+    state_path = work / f"{recipe.name}.pt"
     first = 0
     if state_path.exists():
         state = torch.load(state_path, weights_only=True)
-        if state["run"] != run:
-            raise UserError(f"{state_path} is the state of another run ({state['run']}); choose another --work, or remove it")
         first = state["step"]
         model.load_state_dict(state["model"])
         muon.load_state_dict(state["muon"])
@@ -394,14 +388,13 @@ def train(recipe: Recipe, corpus: Callable[[str, int], Iterator[Row]], seed: int
         bar.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == recipe.steps:
             state = {
-                "run": run,
                 "step": step + 1,
                 "model": model.state_dict(),
                 "muon": muon.state_dict(),
                 "adam": adam.state_dict(),
             }
-            torch.save(state, state_path.with_suffix(".tmp"))
-            state_path.with_suffix(".tmp").replace(state_path)
+            with replacing(state_path) as partial:
+                torch.save(state, partial)
     return {name: weight.detach().to(torch.bfloat16) for name, weight in model.state_dict().items()}
 
 
@@ -465,14 +458,23 @@ def make_tuples(draft: Transformer, tokenizer: Tokenizer, seed: int, unseen: fro
     return tuples
 
 
+def begin(work: Path, run: str) -> None:
+    """Make the folder for this run's state. Raises UserError where it holds another run's."""
+    work.mkdir(parents=True, exist_ok=True)
+    mark = work / "run.txt"
+    if not mark.exists() and any(work.iterdir()):
+        raise UserError(f"--work {work} holds files of something else; choose an empty folder")
+    if mark.exists() and mark.read_text(encoding="utf-8") != run:
+        raise UserError(f"--work {work} holds another run ({mark.read_text(encoding='utf-8')}); choose another folder")
+    write_text(mark, run)
+
+
 def train_judge(pair: Path, seed: int, unseen: frozenset[str]) -> None:
     """Make the tuples, unless they are there, and the head from them."""
     tokenizer, path = load_tokenizer(pair / "target"), pair / "judge_tuples.jsonl"
     if not path.exists():
         tuples = make_tuples(load_model(pair / "draft", torch.float32), tokenizer, seed, unseen)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(item._asdict()) + "\n" for item in tuples), encoding="utf-8")
-        partial.replace(path)
+        write_jsonl(path, [item._asdict() for item in tuples])
     target, examples = load_model(pair / "target", torch.float32), read_labels(path, tokenizer)
     states = as_features(target, read_states(target, examples), "post_norm")
     # ten times the published rate: on so small a model's states the fit is the same, and there ten times sooner
@@ -494,12 +496,13 @@ def main() -> None:
         if args.threads < 1:
             raise UserError(f"--threads is {args.threads}; it must be at least 1")
         torch.set_num_threads(args.threads)
-    args.work.mkdir(parents=True, exist_ok=True)
+    begin(args.work, f"seed {args.seed}, {TARGET}, {DRAFT}")
     torch._dynamo.config.recompile_limit = 64  # a handful of row lengths, each compiled once
 
     tokenizer_file = args.work / "tokenizer.model"
     if not tokenizer_file.exists():
-        tokenizer_file.write_bytes(train_tokenizer(str(args.seed)))
+        with replacing(tokenizer_file) as partial:
+            partial.write_bytes(train_tokenizer(str(args.seed)))
     pieces = spm.SentencePieceProcessor(model_file=str(tokenizer_file))
     unseen = frozenset(problem.question for problem in task.unseen_problems(1000))
     corpora = (

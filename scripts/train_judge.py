@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import math
 import sys
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import checkpoint
 from errors import Parser, UserError, run_cli
+from files import check_writable, replacing
 from judge import (
     KINDS,
     LABEL_RULES,
@@ -49,9 +50,8 @@ def cached_states(path: Path, key: str, model: Transformer, examples: list[Examp
     except (FileNotFoundError, SafetensorError):
         pass
     states = read_states(model, examples, lambda rows: tqdm(rows, desc="states", unit="answer"))
-    partial = path.with_name(path.name + ".partial")
-    save_file({"states": states}, partial, {"key": key})
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        save_file({"states": states}, partial, {"key": key})
     return states
 
 
@@ -91,10 +91,10 @@ def parse_args():
     for name, value in (("recall", args.recall), ("floor", args.floor)):
         if not 0 <= value <= 1:
             raise UserError(f"--{name} is {value:g}; it must lie in [0, 1]")
-    if args.lr <= 0:
-        raise UserError(f"--lr is {args.lr:g}; it must be above 0")
-    if not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
+    if not 0 < args.lr < math.inf:
+        raise UserError(f"--lr is {args.lr:g}; it must be a number above 0")
+    check_writable("--out", args.out)
+    check_writable("--states", args.states)
     return args
 
 

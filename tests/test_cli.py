@@ -92,6 +92,15 @@ JUDGED = (*PAIR, "--judge", "head.pt")
     ((*PAIR, "--num-samples", "0"), "--num-samples is 0"),
     ((*PAIR, "--temperature", "-1"), "--temperature is -1"),
     ((*PAIR, "--temperature", "nan"), "--temperature is nan"),
+    ((*PAIR, "--temperature", "1e-40"), "--temperature is 1e-40"),
+    ((*PAIR, "--seed", "99999999999999999999"), "--seed is 99999999999999999999"),
+    ((*PAIR, "--verify", "topk", "--threshold", "inf"), "--threshold is inf"),
+    ((*PAIR, "--draft-len", "512"), "--draft-len is 512.*below the context of 512"),
+    (("--target", "x" * 300), "x{300}"),
+    ((*PAIR, "--html", "checkpoints"), "--html checkpoints is a folder"),
+    ((*PAIR, "--html", "absent/page.html"), "--html absent/page.html: there is no folder absent"),
+    ((*PAIR[:4], "--interactive", "--json"), "--json can't be had with --interactive"),
+    ((*PAIR[:4], "--interactive", "--html", "x.html"), "--html can't be had with --interactive"),
     ((*PAIR, "--top-p", "0"), "--top-p is 0; it must be above 0 and at most 1"),
     ((*PAIR, "--top-p", "1.01"), "--top-p is 1.01"),
     ((*PAIR, "--top-k", "-1"), "--top-k is -1"),
@@ -190,6 +199,22 @@ def test_stop_texts_samples_and_colours(house, monkeypatch, capsys):
     status, out, err = run(house, monkeypatch, capsys, *argv, "--num-samples", "2", "--show")
     assert status == 0 and err.count("tokens/s") == 2
     assert generate.COLOURS["target"] in out and generate.COLOURS["rule"] in out
+
+
+def test_each_sample_reads_its_prompt_anew(house, monkeypatch, capsys):
+    reads = []
+    prefill = generate.Engine.prefill
+    monkeypatch.setattr(generate.Engine, "prefill", lambda self, *args: reads.append(list(self.text)) or prefill(self, *args))
+    argv = (*JUDGED, "--max-new-tokens", "20", "--num-samples", "3", "--temperature", "1", "--json")
+    result = last_json(run(house, monkeypatch, capsys, *argv)[1])
+    assert reads == [[], [], []]
+    assert sum(result["accepted_by"].values()) + result["rounds"] >= result["new_tokens"]  # all of the first sample
+
+
+def test_a_prompt_that_is_no_utf8_can_be_pictured(house, monkeypatch, capsys, tmp_path):
+    status, _, err = run(house, monkeypatch, capsys, *PAIR[:4], "--prompt", "a\udcffb", "--no-compile", "--dtype", "float32",
+                         "--max-new-tokens", "3", "--html", str(tmp_path / "p.html"))  # fmt: skip
+    assert status == 0 and "a?b" in (tmp_path / "p.html").read_text(), err
 
 
 def test_interactive_answers_until_end_of_file(house, monkeypatch, capsys):

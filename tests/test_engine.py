@@ -331,3 +331,52 @@ def test_engine_refuses_what_does_not_fit():
         engine.prefill([])
     with pytest.raises(UserError, match="21 tokens; there is room for 20"):
         engine.prefill([1] * 21)
+
+
+@pytest.mark.parametrize("M, new", [(64, 1), (300, 8), (1, 1), (25, 200)])
+def test_any_block_is_warmed_up_in_any_room(M, new):
+    engine = Engine(tiny(), tiny(seed=1), draft_len=M, max_len=2 + new)
+    engine.warm_up()
+    assert engine.complete([5, 6], new) == Engine(tiny(), max_len=2 + new).complete([5, 6], new)
+
+
+def test_what_no_model_has_room_for_is_refused():
+    for M in (0, -1, 512, 10**12):
+        with pytest.raises(UserError, match="--draft-len"):
+            Engine(tiny(), tiny(), draft_len=M, max_len=20)
+    engine = Engine(tiny(), max_len=20)
+    for prompt in ([3, 131], [3, -1], [10**9]):
+        with pytest.raises(UserError, match="vocabulary of 131"):
+            engine.prefill(prompt)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.001), Sampling(0.1), Sampling(0.1, top_k=2), Sampling(2.0, top_p=0.3)])
+@pytest.mark.parametrize("floor", [0.0, 1e-30, 1e-2])
+def test_the_judges_floor_is_on_the_models_own_probabilities(sampling, floor):
+    target, draft = tiny(), tiny(seed=1)
+    target.fuse_judge(torch.zeros(48), 50.0, "post_norm", floor)  # the head would take everything
+    engine = Engine(target, draft, draft_len=4, verify="judge", sampling=sampling, max_len=120)
+    engine.prefill(PROMPT)
+    text = list(PROMPT)
+    for now in engine.rounds(len(PROMPT)):
+        p = target(torch.tensor([text + now.tokens]))[0].softmax(-1)[len(text) - 1 :]
+        for i, (token, who) in enumerate(zip(now.tokens, now.accepted_by)):
+            if who == "rule":
+                assert p[i, token] >= floor * 0.999
+        if floor < 1e-2:
+            assert len(now.tokens) == 5
+        text += now.tokens
+
+
+@pytest.mark.parametrize("bad", [
+    Sampling(seed=-1), Sampling(seed=1 << 64), Sampling(1e-40), Sampling(-1.0), Sampling(float("nan")), Sampling(float("inf")),
+    Sampling(1.0, top_k=-1), Sampling(1.0, top_p=0.0), Sampling(1.0, top_p=1.5),
+])  # fmt: skip
+def test_sampling_that_cant_be_is_refused(bad):
+    with pytest.raises(UserError, match="--"):
+        Engine(tiny(), sampling=bad, max_len=20)
+
+
+def test_weights_that_have_been_tied_are_read_once():
+    tied, untied = tiny("smollm2"), tiny("smollm2", tie_word_embeddings=False)
+    assert tied.weight_bytes() == untied.weight_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -35,7 +36,8 @@ def blocks(draw, V=7):
     drafted = torch.multinomial(draft_logits.softmax(-1), 1, generator=generator)[:, 0]
     z = torch.randn(M, generator=generator) * draw(st.sampled_from([0.1, 3.0, 1000.0]))
     uniform = torch.rand(M, generator=generator) if draw(st.booleans()) else None
-    return Block(drafted, logits[:M], draft_logits, z, draw(st.sampled_from([0.0, 1e-4, 0.1]))), logits, uniform
+    log_p = torch.rand(M, generator=generator).log() * 3
+    return Block(drafted, logits[:M], draft_logits, z, log_p, draw(st.sampled_from([0.0, 1e-3, 0.1]))), logits, uniform
 
 
 def naive_run(block, accepted):
@@ -63,10 +65,10 @@ def test_verdict_is_the_leading_run_of_either_test(case, verify, threshold):
             assert bool(v.standard[i]) == (float(uniform[i] * q[i, d]) < float(p[i, d]))
         if p[i, d] == 0:
             assert not v.standard[i]
-            assert not v.rule[i] or (verify == "judge" and block.floor == 0)
+            assert not v.rule[i] or verify == "judge"
         if verify == "judge":
-            judged = float(block.judge[i].sigmoid()) > threshold and float(p[i, d]) >= block.floor
-            assert bool(v.rule[i]) == judged or abs(float(p[i, d]) - block.floor) < 1e-6
+            judged = float(block.judge[i].sigmoid()) > threshold and math.exp(float(block.log_p[i])) >= block.floor
+            assert bool(v.rule[i]) == judged or abs(math.exp(float(block.log_p[i])) - block.floor) < 1e-6
         elif verify == "topk":
             assert bool(v.rule[i]) == (p[i, d] > 0 and int((block.logits[i] > block.logits[i, d]).sum()) < threshold)
         elif verify == "typical":
@@ -280,3 +282,72 @@ def test_calibration_weighs_right_and_wrong_alike():
     assert [(round(mean, 3), share, round(weight, 6)) for mean, share, weight in bins] == [(0.047, 0.0, 0.5), (0.953, 1.0, 0.5)]
     (only,) = result_of([0.01] * 9, [0.01] * 3).calibration()
     assert abs(only[1] - 0.5) < 1e-6
+
+
+def separable(n_questions, n_wrong):
+    labels = torch.tensor([RIGHT] * 6 * n_questions)
+    labels[torch.arange(n_wrong) * 6] = WRONG
+    questions = torch.arange(n_questions).repeat_interleave(6)
+    return torch.randn(len(labels), 4, generator=torch.Generator().manual_seed(0)) + 3 * labels[:, None], labels, questions
+
+
+@pytest.mark.parametrize("n_wrong", [2, 3, 23])
+def test_even_a_few_mistakes_are_on_both_sides_of_the_split(n_wrong):
+    for seed in range(5):
+        result = judge.train_head(*separable(23, n_wrong), seed=seed, lr=1e-2, max_epochs=3)
+        assert len(result.wrong) >= 1 and len(result.right) >= 1
+        assert 0 <= result.threshold_for(0.9) <= 1 and result.calibration()
+
+
+@pytest.mark.parametrize("n_wrong", [0, 1])
+def test_too_few_mistakes_are_told(n_wrong):
+    with pytest.raises(UserError, match="at least two questions"):
+        judge.train_head(*separable(20, n_wrong))
+
+
+def test_answers_without_a_label_are_told():
+    with pytest.raises(UserError, match="no token"):
+        judge.read_states(tiny(), [judge.Example(0, [1, 2], [3, 4], [IGNORE, IGNORE])])
+
+
+def test_a_damaged_head_is_one_line_whatever_the_damage(tmp_path):
+    path = tmp_path / "head.pt"
+    Head(torch.randn(8), 0.5, "post_norm", "m", "f").save(path)
+    whole = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for at in torch.randint(0, len(whole), (3,), generator=generator).tolist():
+            damaged[at] ^= int(torch.randint(1, 256, (1,), generator=generator))
+        path.write_bytes(bytes(damaged))
+        try:
+            head = judge.load_head(path)
+            assert head.weight.shape == (8,) and 0 <= head.threshold <= 1
+        except UserError as error:
+            assert str(path) in str(error)
+    for field, bad in (
+        ("bias", "x"),
+        ("threshold", "x"),
+        ("floor", None),
+        ("weight", torch.arange(8)),
+        ("kind", 3),
+        ("bias", math.nan),
+    ):
+        torch.save(
+            {"format": "judge-head-1", **dataclasses.asdict(Head(torch.randn(8), 0.5, "post_norm", "m", "f")), field: bad}, path
+        )
+        with pytest.raises(UserError, match="head"):
+            judge.load_head(path)
+
+
+def test_a_text_that_the_tokenizer_rewrites_is_refused():
+    assert judge.token_spans(TOKENIZER, TOKENIZER.encode(" 12 é"), " 12 é")[-1][1] == 5
+
+    class Composing:  # as one that normalises to NFC
+        special_ids: frozenset = frozenset()
+
+        def decode(self, ids):
+            return "caf\u00e9"
+
+    with pytest.raises(ValueError, match="use that form"):
+        judge.token_spans(Composing(), [1, 2], "cafe\u0301")

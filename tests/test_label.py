@@ -25,10 +25,10 @@ PROBLEM = Problem(("any",), lambda text: len(text) % 4 != 0)
 PROMPTS = [[1, 300 + i, 41 * i + 7, 55] for i in range(6)]
 
 
-def miner(method, **options):
+def miner(method, draft_vocab=640, **options):
     settings = {"method": method, "temperature": 0.0, "seed": 0, "draft_len": 4, "no_compile": True, "given": False, "window": 5,
                 "threshold": 3.0}  # fmt: skip
-    target, draft = tiny(vocab_size=640), tiny(seed=1, vocab_size=640, num_hidden_layers=2)
+    target, draft = tiny(vocab_size=640), tiny(seed=1, vocab_size=draft_vocab, num_hidden_layers=2)
     return label.Miner(argparse.Namespace(**settings | options), target, draft, TOKENIZER, CAP, 64)
 
 
@@ -92,6 +92,25 @@ def test_likelihood_equals_the_naive_sum():
             assert verdict == (RIGHT if score > -3 else WRONG)
 
 
+@pytest.mark.parametrize("draft_vocab", [632, 648])
+def test_a_draft_of_another_padding_is_no_hindrance(draft_vocab):
+    for method in ("mine", "likelihood"):
+        m = miner(method, draft_vocab)
+        for prompt in PROMPTS:
+            found = getattr(m, method)(PROBLEM._replace(is_right=lambda text: True), [*prompt, 639])
+            assert all(0 <= token < 640 for token in [*found.tokens, *(token for _, token, _ in found.alternatives)])
+
+
+def test_a_stop_token_is_part_of_what_is_judged(monkeypatch):
+    easy = PROBLEM._replace(is_right=lambda text: True)
+    whole = miner("mine").finish(PROBLEM, PROMPTS[0], [])[0]
+    monkeypatch.setattr(TOKENIZER, "eos_ids", frozenset({whole[9]}))
+    found = miner("mine").mine(easy, PROMPTS[0])
+    own = miner("likelihood").likelihood(easy, PROMPTS[0])
+    assert own.tokens == whole[: whole.index(whole[9]) + 1]
+    assert all(token not in TOKENIZER.eos_ids for token in found.tokens[:-1])
+
+
 def test_given_answers_are_labelled_in_place_of_the_targets_own():
     found = miner("likelihood", given=True).likelihood(PROBLEM._replace(given=" First we have 12."), PROMPTS[0])
     assert TOKENIZER.decode(found.tokens) == " First we have 12."
@@ -117,16 +136,19 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_file(tmp_path):
     assert out.read_text() == whole
     assert {label for example in read_labels(out, TOKENIZER) for label in example.labels} == {RIGHT, WRONG, IGNORE}
     refused = automatic("likelihood", out, "--threshold", "5")
-    assert refused.returncode == 2 and "another run" in refused.stderr and out.read_text() == whole
+    assert refused.returncode == 2 and "made otherwise" in refused.stderr and out.read_text() == whole
 
 
 @pytest.mark.parametrize("argv, words", [
-    (("mine", "--task", "mt-bench", "--target", "demo/target", "--draft", "demo/draft"), "can't be mined"),
+    (("mine", "--task", "mt-bench", "--data", "CHAT", "--target", "demo/target", "--draft", "demo/draft"), "can't be mined"),
+    (("likelihood", "--task", "demo", "--given", "--target", "demo/target", "--draft", "demo/draft"), "no given answers"),
     (("mine", "--task", "gsm8k", "--target", "demo/target", "--draft", "demo/draft"), "needs --data"),
     (("likelihood", "--task", "demo", "--target", "demo/target", "--draft", "demo/draft", "--window", "0"), "--window is 0"),
     (("manual", "nothing.jsonl", "--target", "demo/target"), "nothing.jsonl can't be read"),
 ])  # fmt: skip
 def test_mistakes_are_told_in_one_line(tmp_path, argv, words):
+    (tmp_path / "chat.jsonl").write_text('{"question_id": 1, "turns": ["Hello"]}')
+    argv = [str(tmp_path / "chat.jsonl") if arg == "CHAT" else arg for arg in argv]
     done = command(*argv, "--out", str(tmp_path / "x.jsonl"))
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "x.jsonl").exists()
@@ -155,6 +177,13 @@ def test_labels_by_hand_with_a_step_back(tmp_path, monkeypatch, capsys):
     last = type_in("2")[-1]  # goes on where it stopped
     assert last["question"] == "b" and WRONG in last["labels"] and last["labels"][0] == RIGHT
     assert [e.question for e in read_labels(out, TOKENIZER)] == [0, 1, 1, 2]
-    with pytest.raises(UserError, match="another run"):
+    before = out.read_bytes()
+    data.write_text(data.read_text().replace('"b"', '"c"'))
+    with pytest.raises(UserError, match="other questions"):  # a file of the same name, with other questions
+        label.main()
+    with pytest.raises(UserError, match="made otherwise"):
         monkeypatch.setattr(sys, "argv", [*sys.argv, "--labels-after", "rest"])
         label.main()
+    assert out.read_bytes() == before
+    with pytest.raises(UserError, match="labelled by the rule 'span'"):
+        read_labels(out, TOKENIZER, "rest")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import demo_task
 import pytest
@@ -21,6 +23,7 @@ def write(path, rows):
 
 @pytest.mark.parametrize("text, number", [
     ("so 3+4=7\n#### 7", "7"), ("#### $1,234.00", "1234"), ("#### -5 apples", "-5"), ("no mark 7", None), ("#### 0.5", "0.5"),
+    ("#### 18.0", "18"), ("#### 100", "100"),
 ])  # fmt: skip
 def test_final_number(text, number):
     assert tasks.final_number(text) == number
@@ -99,12 +102,20 @@ def test_generated_code_is_judged_by_its_tests(tmp_path):
 
 
 @pytest.mark.parametrize("program, ends_well", [
-    ("print('fine')", True), ("raise SystemExit(125)", False), ("while True: pass", False), ("import time; time.sleep(60)", False),
+    ("print('fine')", True), ("raise SystemExit(125)", False), ("import os; os._exit(0)", False),
+    ("exit(0)", False), ("while True: pass", False), ("import time; time.sleep(60)", False),
     ("bytearray(3 << 30)", False), ("open('big', 'wb').write(bytes(2 << 20))", False),
     ("import socket; socket.create_connection(('127.0.0.1', 9), 1)", False),
 ])  # fmt: skip
 def test_a_program_is_run_within_limits(program, ends_well):
     assert sandbox.runs(program, seconds=1) is ends_well
+
+
+def test_limits_that_are_lower_already_stay(tmp_path):
+    lower = "from resource import *; setrlimit(RLIMIT_CPU, (5, 5)); setrlimit(RLIMIT_FSIZE, (9999, 9999))"
+    code = f"{lower}\nimport sandbox\nprint(sandbox.runs('print(1)'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "scripts")
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_program_has_no_network_not_even_its_own():

@@ -360,6 +360,9 @@ def test_what_templates_may_use(copy):
         ("{{ messages.append(1) }}", "append"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "__class__"),
         ("{{ 1 + messages[0].content }}", "unsupported operand"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ range(100000000) | list }}", "range"),
+        ("{{ '{0}'.format() }}", "index"),
     ],
 )
 def test_what_templates_may_not_do(copy, template, reason):
@@ -367,6 +370,34 @@ def test_what_templates_may_not_do(copy, template, reason):
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match=reason):
         load_tokenizer(folder).encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_an_answer_ends_with_what_the_template_writes(copy):
+    """ChatML's end of turn though eos is another token, as in Qwen2.5; eos in a raw text; the end of a message is no end."""
+    folder = copy("json")
+    write(folder, tokenizer_config={"eos_token": "<|endoftext|>", "chat_template": CHATML})
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.vocabulary.special
+    assert tokenizer.eos_ids == {ids["<|im_end|>"], ids["<|endoftext|>"]}
+    assert tokenizer.end_of_answer() == [ids["<|im_end|>"]] and tokenizer.end_of_answer(raw=True) == [ids["<|endoftext|>"]]
+    write(folder, tokenizer_config={"eos_token": "<|endoftext|>"})
+    assert load_tokenizer(folder).end_of_answer() == [ids["<|endoftext|>"]]
+    write(folder, tokenizer_config={})
+    assert load_tokenizer(folder).end_of_answer() == []
+
+
+@pytest.mark.parametrize("settings", [
+    {"chat_template": 7}, {"chat_template": [{"template": "x"}]}, {"bos_token": ["x"]}, {"eos_token": {"special": True}},
+    {"added_tokens_decoder": ["x"]}, {"added_tokens_decoder": {"5": {}}}, {"added_tokens_decoder": {"x": {"content": "y"}}},
+])  # fmt: skip
+def test_settings_of_another_form_are_told_in_one_line(copy, settings):
+    for kind in ("json", "tiktoken", "spm-bpe"):
+        folder = copy(kind, f"{kind}-copy")
+        write(folder, tokenizer_config=settings)
+        try:
+            load_tokenizer(folder).encode_prompt("the")
+        except UserError as error:
+            assert str(folder) in str(error)
 
 
 def test_no_template(copy):

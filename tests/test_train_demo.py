@@ -120,5 +120,5 @@ def test_a_killed_run_goes_on_to_the_same_pair(small, monkeypatch, tmp_path):
 
 def test_another_runs_state_is_refused(small):
     small("pair")
-    with pytest.raises(UserError, match="seed 0.*choose another --work"):
+    with pytest.raises(UserError, match="seed 0.*choose another folder"):
         small("pair", "--seed", "1")

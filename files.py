@@ -1,0 +1,123 @@
+"""Files as the commands read and write them: JSON, JSON lines that a run is resumed from, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from errors import UserError
+
+T = TypeVar("T")
+
+
+def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises UserError when it isn't one, or is missing (with ``missing_ok`` that is {})."""
+    if missing_ok and not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _parse_lines(path: Path, data: bytes, parse: Callable[[Any], T]) -> list[T]:
+    rows = []
+    for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
+        try:
+            row = json.loads(line.decode("utf-8"))
+            if not isinstance(row, dict):
+                raise ValueError(f"it should be a JSON object, not a {type(row).__name__}")
+            rows.append(parse(row))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else error
+            raise UserError(f"{path}, line {number}: {what}") from None
+    return rows
+
+
+def read_jsonl(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What ``parse`` makes of each object of a JSON-lines file; it may raise ValueError, KeyError, TypeError or IndexError.
+
+    Raises:
+        UserError: the file can't be read or is empty, or a line, named by its number, is not what it should be.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error}") from None
+    if not data.strip():
+        raise UserError(f"{path} is empty")
+    return _parse_lines(path, data, parse)
+
+
+def resume_jsonl(path: Path, check: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """The whole lines that an interrupted run left ([] where there is no file); a last line cut short is then cut off.
+
+    Args:
+        check: raises UserError for lines that another run wrote. Nothing is changed before it has agreed.
+
+    Raises:
+        UserError: the file holds anything but JSON lines.
+    """
+    if not path.exists():
+        return []
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error}") from None
+    whole = data[: data.rfind(b"\n") + 1]
+    if data and not whole and not data.startswith(b'{"'):
+        raise UserError(f"{path} was not written by an earlier run of this command; choose another file")
+    rows = _parse_lines(path, whole, lambda row: row) if whole else []
+    check(rows)
+    if whole != data:
+        os.truncate(path, len(whole))
+    return rows
+
+
+def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+    """Add a line to a JSON-lines file, which is made if it isn't there."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write under; when the block ends well the file gets its own, in place of any that was there."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole text file or none."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="replace")  # a command line may hold bytes that aren't UTF-8
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a whole JSON-lines file or none."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Raises UserError where a file can't be written, before any work is done for it. None is fine."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder; give a file's name")
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{option} {path} can't be written there: permission denied")

@@ -1,0 +1,90 @@
+"""Files: nothing that isn't ours is touched, nothing is half-written, and every line is read as JSON defines it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import files
+from errors import UserError
+
+
+def agree(rows):
+    pass
+
+
+@pytest.mark.parametrize("content", [
+    b"a note without a line's end", b"a line\n", b"\x80\x04binary\n\x00more", b"[1]\n", b"7\n",
+    b'{"a": 1}\n\xff\xfe\n', b"PK\x03\x04",
+])  # fmt: skip
+def test_a_file_that_is_no_run_of_ours_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "precious"
+    path.write_bytes(content)
+    with pytest.raises(UserError):
+        files.resume_jsonl(path, agree)
+    assert path.read_bytes() == content
+
+
+def test_another_runs_lines_are_left_alone_even_where_the_last_is_cut_short(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b'{"run": 1}\n{"answ')
+
+    def refuse(rows):
+        assert rows == [{"run": 1}]
+        raise UserError("another run")
+
+    with pytest.raises(UserError, match="another run"):
+        files.resume_jsonl(path, refuse)
+    assert path.read_bytes() == b'{"run": 1}\n{"answ'
+    assert files.resume_jsonl(path, agree) == [{"run": 1}] and path.read_bytes() == b'{"run": 1}\n'
+    path.write_bytes(b'{"question": "killed in its first li')
+    assert files.resume_jsonl(path, agree) == [] and path.read_bytes() == b""
+    assert files.resume_jsonl(tmp_path / "none", agree) == []
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=4), st.text(max_size=12), max_size=3), min_size=1, max_size=4))
+def test_what_is_written_is_read_back_whatever_its_characters(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("rows")
+    rows.append({"separators": "\u2028 \u2029 \x85 \x0b \x0c \x1c"})  # which are line ends to str.splitlines
+    files.write_jsonl(folder / "a", rows)
+    for row in rows:
+        files.append_jsonl(folder / "b", row)
+    for path in (folder / "a", folder / "b"):
+        assert files.read_jsonl(path, lambda row: row) == rows == files.resume_jsonl(path, agree)
+
+
+def test_a_killed_writer_leaves_the_old_file(tmp_path):
+    path = tmp_path / "f.txt"
+    files.write_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), files.replacing(path) as partial:
+        partial.write_text("ne")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_where_nothing_can_be_written_is_told_before_the_work(tmp_path):
+    files.check_writable("--out", None)
+    files.check_writable("--out", tmp_path / "new")
+    with pytest.raises(UserError, match="--out .* is a folder"):
+        files.check_writable("--out", tmp_path)
+    with pytest.raises(UserError, match="--html .*there is no folder"):
+        files.check_writable("--html", tmp_path / "no" / "x.html")
+
+
+def test_a_bad_line_is_named(tmp_path):
+    path = tmp_path / "d.jsonl"
+    for line, words in (
+        (b"{", "line 2"),
+        (b"[1]", "line 2: it should be a JSON object"),
+        (b'{"a": "\xff"}', "line 2"),
+        (b"", "line 2"),
+    ):
+        path.write_bytes(json.dumps({"x": 1}).encode() + b"\n" + line + b"\n" + b"{}\n")
+        with pytest.raises(UserError, match=words):
+            files.read_jsonl(path, lambda row: row)
+    path.write_bytes(b"\n")
+    with pytest.raises(UserError, match="is empty"):
+        files.read_jsonl(path, lambda row: row)
