@@ -203,8 +203,8 @@ def find_pair(target: str, draft: str | None = None, judge: Path | None = None) 
     Raises:
         UserError: one of them isn't there, can't be read or doesn't fit: different vocabularies, a head made for another model.
     """
-    folder, config = find_checkpoint(target), load_config(find_checkpoint(target))
-    tokenizer, context, other = load_tokenizer(folder), config.max_seq_len, None
+    folder, other = find_checkpoint(target), None
+    context, tokenizer = load_config(folder).max_seq_len, load_tokenizer(folder)
     if draft is not None:
         other = find_checkpoint(draft)
         context = min(context, load_config(other).max_seq_len)

@@ -2,8 +2,7 @@
 
 All state of a running text lies on the device in fixed buffers. A round is one straight run of device work: M draft steps,
 one pass of the target over the M + 1 tokens, acceptance, the commit. Nothing in it depends on a value the host would have to
-read; the host reads one small result vector when the round is over. Plain decoding is
-the same round with M = 0.
+read; the host reads one small result vector when the round is over. Plain decoding is the same round with M = 0.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from model import PREFILL_CHUNK, Cache, Transformer, common_length
 from tokenizer import Output
 
 FIRST_BUCKET = 128  # the cache is read in lengths of 128, 256, 512, ...
-DRAFT, STANDARD, RULE, TARGET = "draft", "standard", "rule", "target"
+STANDARD, RULE, TARGET = "standard", "rule", "target"
 
 
 @dataclass(frozen=True)

@@ -274,22 +274,22 @@ def main() -> None:
         "dtype": args.dtype, "device": args.device, "compile": not args.no_compile,
     }  # fmt: skip
     done = read_done(args.out, signature)
-    keys = {c.name: identity(args, c) for c in contenders}
+    keys, names = {c.name: identity(args, c) for c in contenders}, [digest(p.turns) for p in problems]
     longest = max(len(encode(tokenizer, p, args.task, ("",) * turn)) + turn * cap for p in problems for turn in range(len(p.turns)))
-    todo = [(i, c) for i in range(len(problems)) for c in contenders if (keys[c.name], digest(problems[i].turns)) not in done]
+    todo = [(i, c) for i in range(len(problems)) for c in contenders if (keys[c.name], names[i]) not in done]
     engines = build_engines(args, contenders, min(longest + cap, pair.context), pair) if todo else {}
     for engine in engines.values():
         engine.warm_up()
     for i, c in tqdm(todo, desc=args.task, unit="answer"):
         result = {
             "rule": keys[c.name],
-            "problem": digest(problems[i].turns),
+            "problem": names[i],
             **answer(engines[c.name], tokenizer, problems[i], args.task),
         }
         done[keys[c.name], result["problem"]] = result
         if args.out is not None:
             append_jsonl(args.out, result)
-    results = {name: [done[key, digest(p.turns)] for p in problems] for name, key in keys.items()}
+    results = {rule: [done[key, name] for name in names] for rule, key in keys.items()}
     rules = {name: row_of(r, results["plain"] if "plain" in results and name != "plain" else None) for name, r in results.items()}
     print(table(rules), file=sys.stderr if args.json else sys.stdout)
     if args.plot is not None:
