@@ -10,25 +10,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
+import resource
+import secrets
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from errors import UserError
 from files import read_json, replacing, write_text
 from judge import Head, load_head
+from linear import MODES, QUANTIZED, quantized
 from model import Config, Transformer
 from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from tp import Ranks, largest, ranges, same, together, world
 
 ROOT = Path("checkpoints")
 LAYOUT = "fused-1"  # in every weight file's metadata: these names, q/k/v and gate/up fused, half-split RoPE
@@ -115,39 +122,125 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Transformer:
-    """Build the model of a checkpoint: made on the meta device, its weights memory-mapped and assigned.
+def stamps(folder: Path) -> list[Any]:
+    """What tells a checkpoint's weight files from others of the same names."""
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in weight_files(folder)]
+
+
+class Source(NamedTuple):
+    """A checkpoint's weights as they lie on disk: each name's file and shape, and how they are kept."""
+
+    files: dict[str, Path]
+    shapes: dict[str, tuple[int, ...]]
+    quantization: str  # none or one of linear.MODES
+
+
+def open_source(folder: Path, config: Config) -> Source:
+    """Look at a checkpoint's headers.
 
     Raises:
-        UserError: an unknown architecture, a file that is missing or cut short, a weight that is missing, left over or of
-            another shape than the configuration says.
+        UserError: a file is missing, cut short or of another layout; a weight is missing, left over or of another shape than
+            the configuration says; the files are quantized in different ways.
     """
-    config = load_config(folder)
-    with torch.device("meta"):
-        model = Transformer(config)
-    wanted = dict(model.state_dict())
-    if config.tie_embeddings:
-        del wanted["output.weight"]  # the same memory as embed.weight
-    found: dict[str, Tensor] = {}
+    files: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    kept = dict[Path, str]()
     for path in weight_files(folder):
         with open_shard(path) as shard:
-            _check_layout(path, shard.metadata() or {}, list(shard.keys()))
+            metadata = shard.metadata() or {}
+            _check_layout(path, metadata, list(shard.keys()))
+            kept[path] = metadata.get("quantization", "none")
             for name in shard.keys():
-                if name not in wanted:
-                    raise UserError(f"{path} holds {name!r}, which a {config.architecture} of this configuration doesn't have")
-                shape = tuple(shard.get_slice(name).get_shape())
-                if shape != tuple(wanted[name].shape):
-                    raise UserError(f"{path}: {name} is {shape}, but config.json makes it {tuple(wanted[name].shape)}")
-                found[name] = shard.get_tensor(name).to(device=device, dtype=dtype)
-    missing = sorted(set(wanted) - set(found))
+                if name in files:
+                    raise UserError(f"{path} and {files[name]} both hold {name!r}; remove the one that doesn't belong")
+                files[name], shapes[name] = path, tuple(shard.get_slice(name).get_shape())
+    quantization = next(iter(kept.values()))
+    for path, mode in kept.items():
+        if mode != quantization:
+            raise UserError(f"{path} is of quantization {mode}, but {next(iter(kept))} of {quantization}")
+        if mode not in ("none", *MODES):
+            raise UserError(f"{path} is of quantization {mode!r}; known are none, {', '.join(MODES)}")
+    with torch.device("meta"):
+        wanted = {name: tuple(t.shape) for name, t in Transformer(config, quantization=quantization).state_dict().items()}
+    if config.tie_embeddings and quantization == "none":
+        del wanted["output.weight"]  # the same memory as embed.weight
+    for name, path in files.items():
+        if name not in wanted:
+            raise UserError(f"{path} holds {name!r}, which a {config.architecture} of this configuration doesn't have")
+        if shapes[name] != wanted[name]:
+            raise UserError(f"{path}: {name} is {shapes[name]}, but config.json makes it {wanted[name]}")
+    missing = sorted(set(wanted) - set(files))
     if missing:
         raise UserError(f"{folder} lacks {len(missing)} of {len(wanted)} weights: {', '.join(missing[:3])}")
-    if config.tie_embeddings:
+    return Source(files, shapes, quantization)
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", ranks: Ranks = Ranks(), quantization: str = "none"
+) -> Transformer:
+    """Build the model of a checkpoint, or one rank's part of it, of which it reads no more.
+
+    It is made on the meta device, its weights memory-mapped where they need no change, and assigned.
+
+    Args:
+        dtype: of the weights that aren't quantized, and of what is computed.
+        quantization: how to quantize a checkpoint that isn't: one of ``linear.MODES``, or ``none``.
+
+    Raises:
+        UserError: what ``open_source`` says; a model that doesn't divide over the ranks; a checkpoint that is quantized otherwise.
+    """
+    with together():
+        config = load_config(folder)
+        source = open_source(folder, config)
+        if quantization != "none" and source.quantization not in ("none", quantization):
+            raise UserError(f"{folder} is {source.quantization} already; it can't be quantized to {quantization}")
+        kept = source.quantization if quantization == "none" else quantization
+        with torch.device("meta"):
+            model = Transformer(config, ranks, kept)
+    found: dict[str, Tensor] = {}
+    anew = kept != source.quantization
+    for name in source.files:
+        tensor = read_part(source, name, config, ranks)
+        if anew and name == "embed.weight" and config.tie_embeddings:
+            found |= _quantized("output.weight", tensor.to(device), kept, False)
+        if anew and is_quantized(name):
+            found |= _quantized(name, tensor.to(device), kept, ranks.size > 1)
+        elif tensor.is_floating_point() and not name.endswith(".scale"):
+            found[name] = tensor.to(device=device, dtype=dtype)
+        else:
+            found[name] = tensor.to(device)
+    if config.tie_embeddings and kept == "none":
         found["output.weight"] = found["embed.weight"]
     model.load_state_dict(found, assign=True)
-    if config.tie_embeddings:
-        model.tie()
+    model.tie()
+    model.pack()
     return model.requires_grad_(False).eval()
+
+
+def is_quantized(name: str) -> bool:
+    """Whether this is the weight of a layer that quantization changes."""
+    return name.endswith(".weight") and name.split(".")[-2] in QUANTIZED
+
+
+def _quantized(name: str, weight: Tensor, mode: str, divided: bool) -> dict[str, Tensor]:
+    """The parameters of a layer quantized under a mode; where ranks hold some of its columns each, as if it were whole."""
+    stem = name.removesuffix(".weight")
+    mode = "int8" if stem == "output" else mode
+    by_columns = divided and mode == "int8" and stem.endswith((".wo", ".w2"))
+    magnitude = largest(weight.float().abs().amax(1)) if by_columns else None
+    return {f"{stem}.{part}": value for part, value in quantized(weight, mode, magnitude).items()}
+
+
+def read_part(source: Source, name: str, config: Config, ranks: Ranks = Ranks()) -> Tensor:
+    """A weight, or a rank's part of it, on the CPU. A whole one is memory-mapped; of a part nothing else is read."""
+    cut = ranges(name, source.shapes[name], config, ranks)
+    with open_shard(source.files[name]) as shard:
+        if cut is None:
+            tensor = shard.get_tensor(name)
+            # each rank adds its bias to a sum over ranks, so only one of them may have it
+            return torch.zeros_like(tensor) if ranks.rank and name.endswith(("wo.bias", "w2.bias")) else tensor
+        rows, (dim, parts) = shard.get_slice(name), cut
+        return torch.cat([rows[a:b] if dim == 0 else rows[:, a:b] for a, b in parts], dim)
 
 
 def _check_layout(path: Path, metadata: dict[str, str], keys: list[str]) -> None:
@@ -155,28 +248,32 @@ def _check_layout(path: Path, metadata: dict[str, str], keys: list[str]) -> None
         if any(key.startswith("model.") for key in keys):
             raise UserError(f"{path} has Hugging Face's layout: run python convert_hf_checkpoint.py {path.parent} first")
         raise UserError(f"{path} has layout {metadata.get('layout')!r}; this program reads {LAYOUT!r}")
-    if metadata.get("quantization", "none") != "none":
-        raise UserError(f"{path} is quantized ({metadata['quantization']}), which can't be read here")
+
+
+def sample(height: int, rows: Callable[[int, int], Tensor], whole: bool) -> str:
+    """A short hash of a weight of ``height`` rows: of four of them, or of all. Values are taken as bfloat16."""
+    value = rows(0, height) if whole else torch.cat([rows(i, i + 1) for i in range(0, height, -(-height // 4))])
+    return hashlib.sha256(value.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def fingerprint(folder: Path) -> str:
     """A short name for the weights a judge head belongs to: a hash of the norms and of a few rows of every matrix.
 
-    Values are compared as bfloat16, so that it is the same whichever dtype the checkpoint was written in.
+    It is the same whichever dtype the checkpoint was written in, quantized or not: a quantized one carries the samples of what
+    it was made from.
     """
-    parts: dict[str, bytes] = {}
+    parts: dict[str, str] = {}
     for path in weight_files(folder):
         with open_shard(path) as shard:
+            metadata = shard.metadata() or {}
+            parts |= json.loads(metadata.get("samples", "{}"))
             for name in shard.keys():
+                if metadata.get("quantization", "none") != "none" and (is_quantized(name) or name.endswith(".scale")):
+                    continue
                 rows = shard.get_slice(name)
-                height = rows.get_shape()[0]
-                several = len(rows.get_shape()) > 1  # a norm or a bias is taken whole
-                value = torch.cat([rows[i : i + 1] for i in range(0, height, -(-height // 4))]) if several else rows[:]
-                parts[name] = value.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
-    digest = hashlib.sha256()
-    for name in sorted(parts):
-        digest.update(name.encode() + parts[name])
-    return digest.hexdigest()[:16]
+                shape = rows.get_shape()
+                parts[name] = sample(shape[0], lambda a, b: rows[a:b], whole=len(shape) == 1)
+    return hashlib.sha256(json.dumps(sorted(parts.items())).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -189,12 +286,24 @@ class Pair:
     tokenizer: Tokenizer
     context: int  # tokens that both models have room for
 
-    def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Transformer, Transformer | None]:
-        """Both models, the head fused into the target's output projection."""
-        model = load_model(self.target, dtype, device)
+    def load(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", quantization: str = "none", whole_draft: bool = False
+    ) -> tuple[Transformer, Transformer | None]:
+        """Both models, the head fused into the target's output projection. Where several ranks run, their parts of them.
+
+        Args:
+            quantization: how to quantize checkpoints that aren't, as in ``load_model``.
+            whole_draft: every rank has the whole draft, so that draft steps need no collectives.
+        """
+        if world().size > 1:
+            same("target", fingerprint(self.target))
+            same("draft", fingerprint(self.draft) if self.draft is not None else "none")
+        model = load_model(self.target, dtype, device, world(), quantization)
         if self.head is not None:
-            model.fuse_judge(self.head.weight, self.head.bias, self.head.kind, self.head.floor)
-        return model, load_model(self.draft, dtype, device) if self.draft is not None else None
+            model.fuse_judge(self.head.weight.to(device), self.head.bias, self.head.kind, self.head.floor)
+        if self.draft is None:
+            return model, None
+        return model, load_model(self.draft, dtype, device, Ranks() if whole_draft else world(), quantization)
 
 
 def find_pair(target: str, draft: str | None = None, judge: Path | None = None) -> Pair:
@@ -223,57 +332,91 @@ class CheckpointWriter:
     """Write a checkpoint one tensor at a time, holding at most one output shard in memory.
 
     Every file gets a temporary name first and is renamed when it is whole; ``close`` writes the index and then config.json,
-    which makes the folder a checkpoint.
+    which makes the folder a checkpoint. Shards that an interrupted run with the same ``run`` left are kept: ``done`` names the
+    weights in them, which need not be added again. Those of any other run are removed.
+
+    Args:
+        tied: the model's output projection is its embedding; on disk it is left out, but for a quantized one.
+        quantization: how the weights are kept: ``none`` or one of ``linear.MODES``.
+        run: what decides the files' contents, the order of the weights included; None when no run can take up from this one.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self, folder: Path, tied: bool, quantization: str = "none", run: Any = None, shard_bytes: int = SHARD_BYTES
+    ) -> None:
         if (folder / "config.json").exists():
             raise UserError(f"{folder} is a checkpoint already; remove it or choose another name")
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in [*folder.glob("*.safetensors"), *folder.glob("model.safetensors.index.json"), *folder.glob("*.partial")]:
-            if stale.suffix == ".safetensors":
-                with open_shard(stale) as shard:
-                    if (shard.metadata() or {}).get("layout") != LAYOUT:
-                        raise UserError(f"{stale} is not of an interrupted run of this program; choose another folder")
-            stale.unlink()
-        self.folder, self.shard_bytes = folder, shard_bytes
+        self.folder, self.tied, self.quantization, self.shard_bytes = folder, tied, quantization, shard_bytes
+        key = [secrets.token_hex() if run is None else run, tied, quantization, shard_bytes]
+        self.run = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         self.pending: dict[str, Tensor] = {}
-        self.shards: list[list[str]] = []
-        self.total_bytes = 0
+        self.samples: dict[str, str] = {}
+        self.shards = self._resume()
+        self.done = {name for _, names in self.shards for name in names}
+
+    def _resume(self) -> list[tuple[Path, list[str]]]:
+        """The finished shards, in order; files that don't belong to them are removed if they are this program's."""
+        for stale in [*self.folder.glob("*.partial"), *self.folder.glob("model.safetensors.index.json")]:
+            stale.unlink()
+        found = list[tuple[Path, list[str]]]()
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with open_shard(path) as shard:
+                metadata, names = shard.metadata() or {}, list(shard.keys())
+            if metadata.get("layout") != LAYOUT:
+                raise UserError(f"{path} is not of an interrupted run of this program; choose another folder")
+            number = re.match(r"model-(\d+)", path.name)
+            if number and metadata.get("run") == self.run and int(number[1]) == len(found) + 1:
+                found.append((path, names))
+            else:
+                path.unlink()
+        return found
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append one tensor; it is kept until its shard is full."""
-        held = sum(t.nbytes for t in self.pending.values())
-        if self.pending and held + tensor.nbytes > self.shard_bytes:
+        """Append one tensor, quantized where it is to be; it is kept until its shard is full."""
+        parts = {name: tensor.contiguous()}
+        if self.tied and name == "output.weight":
+            return
+        if self.quantization != "none" and is_quantized(name):
+            self.samples[name] = sample(len(tensor), lambda a, b: tensor[a:b], whole=False)
+            parts = _quantized(name, tensor, self.quantization, divided=False)
+        elif self.quantization != "none" and self.tied and name == "embed.weight":
+            parts |= _quantized("output.weight", tensor, self.quantization, divided=False)
+        size = sum(part.nbytes for part in parts.values())
+        if self.pending and sum(t.nbytes for t in self.pending.values()) + size > self.shard_bytes:
             self._flush()
-        self.pending[name] = tensor.contiguous()
-        self.total_bytes += tensor.nbytes
+        self.pending |= parts
 
     def _flush(self) -> None:
         path = self.folder / f"model-{len(self.shards) + 1:05d}.safetensors"
-        write_tensors(path, self.pending)
-        self.shards.append(list(self.pending))
-        self.pending = {}
+        names = list(self.pending)
+        write_tensors(path, self.pending, quantization=self.quantization, run=self.run, samples=json.dumps(self.samples))
+        self.shards.append((path, names))
+        self.pending, self.samples = {}, {}
 
     def close(self, config: dict[str, Any]) -> None:
         """Write what is pending, the index if there are several shards, and config.json."""
-        self._flush()
+        if self.pending:
+            self._flush()
         n = len(self.shards)
-        weight_map = {}
-        for i, names in enumerate(self.shards, 1):
-            final = "model.safetensors" if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors"
-            os.replace(self.folder / f"model-{i:05d}.safetensors", self.folder / final)
-            weight_map.update(dict.fromkeys(names, final))
+        weight_map, size = {}, 0
+        for i, (path, names) in enumerate(self.shards, 1):
+            final = self.folder / ("model.safetensors" if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors")
+            os.replace(path, final)
+            weight_map.update(dict.fromkeys(names, final.name))
+            size += final.stat().st_size
         if n > 1:
-            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-            write_json(self.folder / "model.safetensors.index.json", index)
+            write_json(self.folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})
         write_json(self.folder / "config.json", config)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
-    """Write a safetensors file under a temporary name, then rename it."""
+    """Write a safetensors file under a temporary name, then rename it. Raises UserError where the disk is full."""
     with replacing(path) as partial:
-        save_file(tensors, partial, metadata={"format": "pt", "layout": LAYOUT, "quantization": "none", **metadata})
+        try:
+            save_file(tensors, partial, metadata={"format": "pt", "layout": LAYOUT, **metadata})
+        except SafetensorError as error:  # the library's own form of an OSError
+            raise UserError(f"{path} can't be written: {error}") from None
         partial.chmod(0o644)  # the library makes it readable by its owner alone
 
 
@@ -282,13 +425,68 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def save_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def save_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], quantization: str = "none") -> None:
     """Write a whole checkpoint from tensors in memory, named as ``Transformer.state_dict()`` names them."""
-    writer = CheckpointWriter(folder)
+    writer = CheckpointWriter(folder, bool(config.get("tie_word_embeddings")), quantization)
     for name, tensor in tensors.items():
-        if not (name == "output.weight" and config.get("tie_word_embeddings")):
-            writer.add(name, tensor)
+        writer.add(name, tensor)
     writer.close(config)
+
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+def bytes_in(shard: Any, name: str) -> int:
+    """Bytes of a weight in an open file, from its header alone."""
+    rows = shard.get_slice(name)
+    return math.prod(rows.get_shape()) * ITEM_BYTES.get(rows.get_dtype(), 1)
+
+
+class Step(NamedTuple):
+    """A weight of a checkpoint to be written: its name, the bytes it is read from, and how to get it."""
+
+    name: str
+    bytes: int
+    read: Callable[[], Tensor]
+
+
+def stream_checkpoint(writer: CheckpointWriter, steps: list[Step], config: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """Write a checkpoint weight by weight, with a progress bar, and say at the end what memory it took.
+
+    Args:
+        dtype: of the weights that aren't quantized; None leaves each as it is.
+
+    Raises:
+        UserError: the disk has no room for what is still to come, or gets full.
+    """
+    todo = [step for step in steps if step.name not in writer.done]
+    with torch.device("meta"):
+        whole = Transformer(Config.from_hf(config), quantization=writer.quantization).state_dict()
+    bytes_of = {step.name: step.bytes for step in steps}
+    need = sum(
+        t.numel() * (dtype.itemsize if dtype is not None else 0) or bytes_of.get(name, 0)
+        if t.is_floating_point() and not name.endswith(".scale")
+        else t.nbytes
+        for name, t in whole.items()
+        if name not in writer.done
+    )
+    free = shutil.disk_usage(writer.folder).free
+    if need > free:
+        raise UserError(f"{writer.folder} needs {need / 1e9:.1f} GB more, and its disk has {free / 1e9:.1f} GB free")
+    total = sum(step.bytes for step in steps)
+    done = total - sum(step.bytes for step in todo)
+    with tqdm(total=total, initial=done, desc=str(writer.folder), unit="B", unit_scale=True) as bar:
+        for step in todo:
+            tensor = step.read()
+            writer.add(step.name, tensor if dtype is None else tensor.to(dtype))
+            bar.update(step.bytes)
+    writer.close(config)
+    print(f"wrote {writer.folder}; peak memory {peak_memory() / 1e9:.2f} GB", file=sys.stderr)
+
+
+def peak_memory() -> int:
+    """The most memory, in bytes, that this process has had so far, files it has mapped included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def copy_side_files(source: Path, target: Path) -> None:

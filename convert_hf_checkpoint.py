@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
-import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import checkpoint
 from errors import Parser, UserError, run_cli
 from files import read_json
+from linear import MODES
 from model import Config
 
 # Hugging Face's name within a layer -> ours, and the place of the part in a fused weight
@@ -77,33 +77,47 @@ def plan(sources: dict[str, Path], config: Config) -> dict[str, list[tuple[str, 
     return {ours: [got[i] for i in sorted(got)] for ours, got in parts.items()}
 
 
-def convert(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Convert the checkpoint in ``source`` into a new folder ``target``.
-
-    Args:
-        dtype: the weights' dtype there; None keeps each as it is.
-
-    Raises:
-        UserError: the source is incomplete or of an unknown architecture, or ``target`` is a checkpoint already.
-    """
-    raw = read_json(source / "config.json")
-    config = checkpoint.load_config(source)
+def steps_of(source: Path, config: Config) -> list[checkpoint.Step]:
+    """What it takes to convert a checkpoint. Raises UserError where it is incomplete, or converted already."""
     sources: dict[str, Path] = {}
+    sizes: dict[str, int] = {}
     for path in checkpoint.weight_files(source):
         with checkpoint.open_shard(path) as shard:
             if (shard.metadata() or {}).get("layout"):
                 raise UserError(f"{path} has this project's layout already; it needs no conversion")
-            sources.update(dict.fromkeys(shard.keys(), path))
-    steps = plan(sources, config)
-    writer = checkpoint.CheckpointWriter(target)
-    for ours, made_of in tqdm(steps.items(), unit="weight", desc=str(target)):
-        tensors: list[Tensor] = []
-        for name, path in made_of:
-            with checkpoint.open_shard(path) as shard:
-                tensors.append(shard.get_tensor(name))
-        writer.add(ours, torch.cat(tensors).to(dtype or tensors[0].dtype))
+            for name in shard.keys():
+                sources[name], sizes[name] = path, checkpoint.bytes_in(shard, name)
+    return [
+        checkpoint.Step(ours, sum(sizes[name] for name, _ in made_of), functools.partial(read_parts, made_of))
+        for ours, made_of in plan(sources, config).items()
+    ]
+
+
+def read_parts(parts: list[tuple[str, Path]]) -> Tensor:
+    """One of our weights: the source weights it is made of, one below the other. Only those are in memory."""
+    tensors: list[Tensor] = []
+    for name, path in parts:
+        with checkpoint.open_shard(path) as shard:
+            tensors.append(shard.get_tensor(name))
+    return torch.cat(tensors)
+
+
+def convert(source: Path, target: Path, dtype: torch.dtype | None, quantization: str = "none") -> None:
+    """Convert the checkpoint in ``source`` into a new folder ``target``; an interrupted conversion goes on where it stopped.
+
+    Args:
+        dtype: the weights' dtype there; None keeps each as it is.
+        quantization: ``none`` or one of ``linear.MODES``.
+
+    Raises:
+        UserError: the source is incomplete or of an unknown architecture, ``target`` is a checkpoint already, or the disk is full.
+    """
+    config = checkpoint.load_config(source)
+    steps = steps_of(source, config)
+    run = [*checkpoint.stamps(source), str(dtype)]
+    writer = checkpoint.CheckpointWriter(target, config.tie_embeddings, quantization, run)
     checkpoint.copy_side_files(source, target)
-    writer.close(raw)
+    checkpoint.stream_checkpoint(writer, steps, read_json(source / "config.json"), dtype)
 
 
 def main() -> None:
@@ -111,12 +125,12 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="folder with config.json and model*.safetensors as Hugging Face ships them")
     parser.add_argument("--out", type=Path, help="new checkpoint folder (default: checkpoints/NAME of the source folder)")
     parser.add_argument("--dtype", choices=checkpoint.DTYPES, help="dtype of the weights written (default: as they are)")
+    parser.add_argument("--quantize", choices=("none", *MODES), default="none", help="quantize on the way (default: none)")
     args = parser.parse_args()
     out = args.out or checkpoint.ROOT / args.source.resolve().name
     if out.resolve() == args.source.resolve():
         raise UserError(f"source and output are both {out}; choose another --out")
-    convert(args.source, out, checkpoint.DTYPES[args.dtype] if args.dtype else None)
-    print(f"wrote {out}", file=sys.stderr)
+    convert(args.source, out, checkpoint.DTYPES[args.dtype] if args.dtype else None, args.quantize)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from errors import UserError
 from judge import Block, log_probabilities, next_distribution, verdict
-from model import PREFILL_CHUNK, Cache, Transformer, common_length
+from model import PREFILL_CHUNK, Transformer, common_length
 from tokenizer import Output
+from tp import agree, best_and_log_p, best_of
 
 FIRST_BUCKET = 128  # the cache is read in lengths of 128, 256, 512, ...
 STANDARD, RULE, TARGET = "standard", "rule", "target"
@@ -131,6 +132,7 @@ class Engine:
         max_len: tokens a text may have, prompt included; caches are allocated for it.
         compile: compile the models' blocks (once for all layers).
         trace: note at each place what the models thought (costs time; for pictures).
+        check_ranks: compare in every round what the ranks decided, before rank 0's word is taken (for debugging).
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class Engine:
         max_len: int = 2048,
         compile: bool = False,
         trace: bool = False,
+        check_ranks: bool = False,
     ) -> None:
         sampling.check()
         self.target, self.draft, self.verify, self.threshold, self.sampling = target, draft, verify, threshold, sampling
@@ -158,9 +161,9 @@ class Engine:
                 raise UserError(f"{max_len} tokens don't fit into the {name}'s context of {model.config.max_seq_len}")
         weight = target.norm.weight
         self.device, self.max_len = weight.device, max_len
-        length = bucket_for(max_len + self.M)
-        self.target_cache = Cache(target.config, length, weight.dtype, self.device)
-        self.draft_cache = Cache(draft.config, length, weight.dtype, self.device) if draft is not None else None
+        self.length = length = cache_length(max_len + self.M)
+        self.target_cache = target.new_cache(length)
+        self.draft_cache = draft.new_cache(length) if draft is not None else None
         self.tokens = torch.zeros(length + 1, dtype=torch.int64, device=self.device)
         self.pos = torch.zeros((), dtype=torch.int64, device=self.device)  # of the last committed token
         self.ahead = torch.arange(self.M + 1, device=self.device)
@@ -168,6 +171,9 @@ class Engine:
         self.text: list[int] = []  # what both models have read, but its last two tokens
         V = target.config.vocab_size
         self.trace = torch.zeros((self.M + 1, len(Note._fields)), device=self.device) if trace else None
+        # without them greedy decoding sends but a few numbers between ranks
+        self.whole_logits = sampling.temperature > 0 or verify not in ("standard", "judge") or trace
+        self.check_ranks = check_ranks
         self.draft_logits = torch.zeros((self.M, V), device=self.device) if self._keeps_draft_logits() else None
         self.result = torch.zeros(3 * self.M + 2, dtype=torch.int64, device=self.device)
         self.watch = Stopwatch(self.device)
@@ -179,6 +185,10 @@ class Engine:
     def _keeps_draft_logits(self) -> bool:
         return self.draft is not None and (self.sampling.temperature > 0 or self.verify == "kl" or self.trace is not None)
 
+    def _bucket(self, length: int) -> int:
+        """Positions of the caches to read where ``length`` are in use: 128, 256, 512, ..., or all there are."""
+        return min(max(FIRST_BUCKET, 1 << max(0, length - 1).bit_length()), self.length)
+
     @torch.inference_mode()
     def warm_up(self) -> float:
         """Run a round on an empty text, so that everything is compiled before the clock starts. Returns its seconds."""
@@ -186,7 +196,7 @@ class Engine:
         self.text = []
         for _ in range(2):
             self.pos.zero_()
-            self.round(bucket_for(self.M + 1))
+            self.round(self._bucket(self.M + 1))
             self.result.tolist()
         self.watch.read()
         return time.perf_counter() - start
@@ -215,7 +225,7 @@ class Engine:
         self.text = []  # nothing, should the reading be interrupted
         for start in range(known, len(prompt) - 1, PREFILL_CHUNK):
             positions = torch.arange(start, min(start + PREFILL_CHUNK, len(prompt) - 1), device=self.device)
-            chunk, bucket = ids[positions], bucket_for(start + len(positions))
+            chunk, bucket = ids[positions], self._bucket(start + len(positions))
             for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
                 if model is not None and cache is not None:
                     model.step(model.known(chunk), positions, cache, bucket, compiled=False)
@@ -235,25 +245,41 @@ class Engine:
         positions = self.pos + self.ahead
         read = self.tokens.index_select(0, positions)  # [cur, d_1, ..., d_M]
         self.watch.mark("other")
-        logits, judge = self.target.logits(self.target.step(read, positions, self.target_cache, bucket))
+        states = self.target.step(read, positions, self.target_cache, bucket)
+        if self.whole_logits:
+            logits, judge = self.target.logits(states)
+            log_p = log_probabilities(logits[:-1], read[1:]) if judge is not None and self.verify == "judge" else None
+            logits = warp(logits, self.sampling)
+            best = logits.argmax(-1)
+        else:
+            local, judge = self.target.local_logits(states)
+            # at each place what was drafted there; at the last nothing was
+            drafted = torch.cat((read[1:], read[:1])) if self.verify == "judge" else None
+            best, log_p = best_and_log_p(local, self.target.ranks, self.target.config.vocab_size, drafted)
+            logits, log_p = None, log_p[:-1]
         self.watch.mark("verify")
-        log_p = log_probabilities(logits[:-1], read[1:]) if judge is not None and self.verify == "judge" else None
-        logits = warp(logits, self.sampling)
         if self.M:
-            self._accept(read[1:], logits, None if judge is None else judge[1:], log_p, uniform)
+            given, z = None if logits is None else logits[:-1], None if judge is None else judge[1:]
+            block = Block(read[1:], best[:-1], given, self.draft_logits, z, log_p, self.target.judge_floor)
+            self._accept(block, best, logits, uniform)
         else:
             self.result[0] = 0
-            self.result[1:2] = self._choose(logits, uniform)
-        if self.trace is not None:
+            self.result[1:2] = self._choose(best, logits, uniform)
+        if self.target.ranks.size > 1:
+            agree(self.result, self.check_ranks)
+        if self.trace is not None and logits is not None:
             self._note(read[1:], logits, judge)
         n = self.result[0]
         self.tokens.index_copy_(0, positions + 1, self.result[1 : self.M + 2])
         self.pos += n + 1
         self.watch.mark("other")
 
-    def _choose(self, logits: Tensor, uniform: Tensor | None) -> Tensor:
-        """A token [1] from warped logits [1, V]: the likeliest (the first of equals), or a draw."""
-        return logits.argmax(-1) if uniform is None else draw(logits[0].softmax(-1), uniform)
+    def _choose(self, best: Tensor, logits: Tensor | None, uniform: Tensor | None) -> Tensor:
+        """A token [1]: the likeliest, or a draw from warped logits [1, V]."""
+        if uniform is None:
+            return best
+        assert logits is not None
+        return draw(logits[0].softmax(-1), uniform)
 
     def _draft_block(self, bucket: int, uniform: Tensor | None) -> None:
         """M draft steps, written behind the committed text. The first reads the last *two* tokens: after a wholly accepted
@@ -264,26 +290,33 @@ class Engine:
         for i in range(self.M):
             read = draft.known(self.tokens.index_select(0, positions))
             self.watch.mark("other")
-            logits = draft.logits(draft.step(read, positions, cache, bucket)[-1:])[0]
-            self.watch.mark("draft")
-            logits = warp(match_vocabulary(logits, V), self.sampling)
-            if self.draft_logits is not None:
-                self.draft_logits[i] = logits[0]
+            states = draft.step(read, positions, cache, bucket)[-1:]
             positions = (self.pos + i + 1).view(1)
-            self.tokens.index_copy_(0, positions, self._choose(logits, None if uniform is None else uniform[i : i + 1]))
+            if self.draft_logits is None:
+                token = best_of(draft.local_logits(states)[0], draft.ranks, V)
+                self.watch.mark("draft")
+            else:
+                logits = draft.logits(states)[0]
+                self.watch.mark("draft")
+                logits = warp(match_vocabulary(logits, V), self.sampling)
+                self.draft_logits[i] = logits[0]
+                token = self._choose(logits.argmax(-1), logits, None if uniform is None else uniform[i : i + 1])
+            self.tokens.index_copy_(0, positions, token)
+        if draft.ranks.size < self.target.ranks.size:  # each rank has drafted for itself
+            block = self.tokens.index_select(0, self.pos + self.ahead[1:])
+            agree(block, self.check_ranks)
+            self.tokens.index_copy_(0, self.pos + self.ahead[1:], block)
 
-    def _accept(self, drafted: Tensor, logits: Tensor, judge: Tensor | None, log_p: Tensor | None, uniform: Tensor | None) -> None:
-        """Apply the rules to a block and write the outcome to ``result``."""
+    def _accept(self, block: Block, best: Tensor, logits: Tensor | None, uniform: Tensor | None) -> None:
+        """Apply the rules to a block and write the outcome to ``result``. best [M + 1], logits [M + 1, V]."""
         M = self.M
-        tests = None if uniform is None else uniform[M : 2 * M]
-        block = Block(drafted, logits[:M], self.draft_logits, judge, log_p, self.target.judge_floor)
-        n, standard, relaxed = verdict(block, self.verify, self.threshold, tests)
+        n, standard, relaxed = verdict(block, self.verify, self.threshold, None if uniform is None else uniform[M : 2 * M])
         if uniform is None:
-            own = logits.index_select(0, n.view(1)).argmax(-1)
+            own = best.index_select(0, n.view(1))
         else:
-            assert self.draft_logits is not None
+            assert self.draft_logits is not None and logits is not None
             own = draw(next_distribution(logits, self.draft_logits, n), uniform[2 * M :])
-        tokens = torch.cat((drafted, own)).index_copy(0, n.view(1), own)
+        tokens = torch.cat((block.drafted, own)).index_copy(0, n.view(1), own)
         torch.cat((n.view(1), tokens, standard.long(), relaxed.long()), out=self.result)
 
     def _note(self, drafted: Tensor, logits: Tensor, judge: Tensor | None) -> None:
@@ -306,7 +339,7 @@ class Engine:
         """Run rounds on a prefilled text of ``length`` tokens until ``max_len``, one for each step of the iterator."""
         M = self.M
         while length < self.max_len:
-            self.round(bucket_for(length + M))
+            self.round(self._bucket(length + M))
             n, *values = self.result.tolist()
             standard = values[M + 1 : 2 * M + 1]
             accepted_by = [STANDARD if standard[i] else RULE for i in range(n)] + [TARGET]
@@ -331,9 +364,9 @@ class Engine:
         return ids
 
 
-def bucket_for(length: int) -> int:
-    """The smallest of 128, 256, 512, ... that holds ``length`` positions."""
-    return max(FIRST_BUCKET, 1 << max(0, length - 1).bit_length())
+def cache_length(length: int) -> int:
+    """Positions that caches for ``length`` tokens have."""
+    return -(-length // FIRST_BUCKET) * FIRST_BUCKET
 
 
 def match_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

@@ -25,14 +25,16 @@ def run_cli(main: Callable[[], None]) -> None:
 
     A `UserError`, and a file that the system refuses, is printed as one line on stderr and exits 2; Ctrl-C exits 130; a closed
     pipe (`| head`) exits 141, the status a shell gives a program killed by SIGPIPE. Anything else is our fault and keeps its
-    traceback (status 1).
+    traceback (status 1), on every rank.
     """
+    stderr = sys.stderr
     try:
         main()
         sys.stdout.flush()
     except UserError as error:
         line = " ".join(str(error).split())
-        print(f"error: {line}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of several ranks, which all know, the first tells it
+            print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(file=sys.stderr)  # leave the shell's prompt on a line of its own
@@ -43,6 +45,10 @@ def run_cli(main: Callable[[], None]) -> None:
         sys.exit(141)
     except OSError as error:
         if error.filename is None:
+            sys.stderr = stderr
             raise
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
+    except Exception:
+        sys.stderr = stderr
+        raise

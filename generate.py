@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -20,8 +19,10 @@ from engine import RULE, STANDARD, TARGET, Engine, Generation, Sampling, generat
 from errors import Parser, UserError, run_cli
 from files import check_writable, write_text
 from judge import RULES, check_threshold, default_threshold
+from linear import MODES
 from page import Passage, generated_spans, page
 from tokenizer import Output
+from tp import Ranks, ranks_of, same, together, told
 
 DEMO = Path(__file__).parent / "demo"
 DEMO_PROMPT = (
@@ -56,6 +57,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, metavar="P", help="sample among the fewest tokens of probability P (default: 1)")
     add("--seed", type=int, default=0, help="of the draws; sample i uses seed + i (default: 0)")
     add("--dtype", choices=list(checkpoint.DTYPES), help="of weights and caches (default: bfloat16; float32 for the demo pair)")
+    add("--quantize", choices=["none", *MODES], default="none",
+        help="weights of both models; checkpoints that are quantized already need no word (default: none)")  # fmt: skip
+    add("--draft-tp", type=int, metavar="N", help="ranks that share the draft: all (the default), or 1, so that each has all of it")
+    add("--check-ranks", action="store_true", help="compare what the ranks decide in every round, for debugging")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     add("--no-compile", action="store_true", help="run the blocks uncompiled: starts sooner, decodes slower")
     add("--num-samples", type=int, default=1, metavar="N", help="generate N times; figures are medians (default: 1)")
@@ -131,13 +136,13 @@ class Setup:
     def load(self, max_len: int) -> Engine:
         """Load the models and allocate an engine for texts of ``max_len`` tokens."""
         a = self.args
-        target, draft = self.pair.load(checkpoint.DTYPES[a.dtype], a.device)
+        target, draft = self.pair.load(checkpoint.DTYPES[a.dtype], a.device, a.quantize, a.draft_tp == 1)
         threshold = a.threshold
         if threshold is None and a.verify in RULES:
             threshold = default_threshold(a.verify, self.pair.head)
         return Engine(
             target, draft, draft_len=a.draft_len, verify=a.verify, threshold=threshold or 0.0, sampling=sampling_of(a),
-            max_len=max_len, compile=not a.no_compile, trace=a.html is not None,
+            max_len=max_len, compile=not a.no_compile, trace=a.html is not None, check_ranks=a.check_ranks,
         )  # fmt: skip
 
 
@@ -146,7 +151,6 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
     a, first = setup.args, runs[0].output
     all_ms = [now.ms for run in runs for now in run.rounds]
     read = engine.target.weight_bytes() + (engine.draft.weight_bytes() * engine.M if engine.draft is not None else 0)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "text": first.text,
         "tokens": first.tokens,
@@ -166,14 +170,15 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
         "verify_ms": statistics.median(ms.get("verify", 0.0) for ms in all_ms),
         "other_ms": statistics.median(ms.get("other", 0.0) for ms in all_ms),
         "bandwidth_gb_s": statistics.median(read * len(r.rounds) / r.decode_s for r in runs) / 1e9,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else peak,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else checkpoint.peak_memory(),
         "config": {
             "target": str(setup.pair.target), "draft": str(setup.pair.draft) if setup.pair.draft else None,
             "judge": str(a.judge) if a.judge else None, "verify": engine.verify,
             "threshold": engine.threshold if engine.verify in RULES else None,
             "floor": engine.target.judge_floor if engine.verify == "judge" else None, "draft_len": engine.M,
             "temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed, "dtype": a.dtype,
-            "quantize": "none", "device": a.device, "ranks": 1, "num_samples": a.num_samples, "compile": not a.no_compile,
+            "quantize": engine.target.quantization, "device": a.device, "ranks": engine.target.ranks.size,
+            "num_samples": a.num_samples, "compile": not a.no_compile,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         },
     }  # fmt: skip
@@ -211,6 +216,14 @@ def picture(setup: Setup, engine: Engine, question: str, run: Generation) -> str
     return page("Who accepted what", facts, [Passage(question, spans)])
 
 
+def ask() -> str | None:
+    """What is typed at the prompt, None at the end of input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return None
+
+
 def chat(setup: Setup, colour: bool) -> None:
     """Read prompts from the terminal and answer each in the light of the conversation so far."""
     setup.context = min(setup.context, CHAT_CONTEXT)
@@ -218,9 +231,8 @@ def chat(setup: Setup, colour: bool) -> None:
     engine.warm_up()
     messages: list[dict[str, str]] = []
     while True:
-        try:
-            text = input("> ").strip()
-        except EOFError:
+        text = told(ask)
+        if text is None:
             return
         if not text:
             continue
@@ -238,18 +250,30 @@ def chat(setup: Setup, colour: bool) -> None:
 
 def main() -> None:
     args = parse_args()
-    pair = checkpoint.find_pair(args.target, args.draft, args.judge)
+    with ranks_of(args.device) as ranks:
+        run(args, ranks)
+
+
+def run(args: argparse.Namespace, ranks: Ranks) -> None:
+    """Do what the command line asks, as one of the ranks."""
+    if args.draft_tp not in (None, 1, ranks.size):
+        raise UserError(f"--draft-tp is {args.draft_tp}; it must be 1 or {ranks.size}, the number of ranks")
+    with together():
+        pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     setup = Setup(args, pair, pair.context)
     colour = args.show or (sys.stdout.isatty() and not args.json)
     if args.interactive:
         return chat(setup, colour)
     text = DEMO_PROMPT if args.prompt is None else args.prompt
-    if args.prompt_file is not None:
-        try:
-            text = args.prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt-file {args.prompt_file} can't be read: {error}") from None
-    prompt = setup.encode(text)
+    with together():
+        if args.prompt_file is not None:
+            try:
+                text = args.prompt_file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"--prompt-file {args.prompt_file} can't be read: {error}") from None
+        prompt = setup.encode(text)
+    if ranks.size > 1:
+        same("prompt", str(prompt))
     start = time.perf_counter()
     engine = setup.load(len(prompt) + args.max_new_tokens)
     load_s = time.perf_counter() - start
@@ -259,7 +283,7 @@ def main() -> None:
         engine.text = []  # so that each sample reads the prompt, and is timed doing so
         runs.append(run_once(setup, engine, prompt, args.seed + i, colour))
         print(summary(runs[-1]), file=sys.stderr)
-    if args.html is not None:
+    if args.html is not None and ranks.rank == 0:
         write_text(args.html, picture(setup, engine, text, runs[0]))
     if args.json:
         print(json.dumps(report(setup, engine, runs, len(prompt), load_s, compile_s), ensure_ascii=False))

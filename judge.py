@@ -37,11 +37,19 @@ class Block(NamedTuple):
     """What a rule may look at. M drafted tokens, V tokens in the vocabulary."""
 
     drafted: Tensor  # [M] int64
-    logits: Tensor  # [M, V] fp32, the target's, that predict each drafted token
+    best: Tensor  # [M] int64, the target's likeliest token in the place of each
+    logits: Tensor | None  # [M, V] fp32, the target's, that predict each drafted token; greedy, standard and judge do without
     draft_logits: Tensor | None  # [M, V] fp32, the draft's own at the same places; kept when sampling and for the rule kl
     judge: Tensor | None  # [M] fp32, z_i at each drafted token's own position; None without a head
     log_p: Tensor | None = None  # [M] fp32, each drafted token's by the target, before temperature, top-k and top-p
     floor: float = 0.0  # the judge takes no token of less probability than this; needs log_p when above 0
+
+
+def known(logits: Tensor | None) -> Tensor:
+    """Logits that a rule can't do without. Raises ValueError where they weren't kept."""
+    if logits is None:
+        raise ValueError("this rule needs the logits of all tokens")
+    return logits
 
 
 def judge_rule(block: Block, threshold: float) -> Tensor:
@@ -58,13 +66,14 @@ def judge_rule(block: Block, threshold: float) -> Tensor:
 
 def topk_rule(block: Block, threshold: float) -> Tensor:
     """The token is among the target's K likeliest (K = threshold)."""
-    own = block.logits.gather(-1, block.drafted[:, None])
-    return ((block.logits > own).sum(-1) < threshold) & (own[:, 0] > -math.inf)
+    logits = known(block.logits)
+    own = logits.gather(-1, block.drafted[:, None])
+    return ((logits > own).sum(-1) < threshold) & (own[:, 0] > -math.inf)
 
 
 def typical_rule(block: Block, threshold: float) -> Tensor:
     """Medusa's typical acceptance (arXiv 2401.10774): p > min(ε, δ·e^-H), with ε = threshold and δ = sqrt(ε)."""
-    log_p = block.logits.log_softmax(-1)
+    log_p = known(block.logits).log_softmax(-1)
     p = log_p.exp()
     entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
     limit = (math.sqrt(threshold) * torch.exp(-entropy)).clamp(max=threshold)
@@ -73,14 +82,11 @@ def typical_rule(block: Block, threshold: float) -> Tensor:
 
 def kl_rule(block: Block, threshold: float) -> Tensor:
     """JuDi (arXiv 2601.04766): KL(p‖q) < τ, but where the target's top probability exceeds 0.9 only its own token."""
-    if block.draft_logits is None:
-        raise ValueError("the rule kl needs the draft's logits")
-    log_p, log_q = block.logits.log_softmax(-1), block.draft_logits.log_softmax(-1)
+    log_p, log_q = known(block.logits).log_softmax(-1), known(block.draft_logits).log_softmax(-1)
     p = log_p.exp()
     divergence = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
-    top, best = p.max(-1)
-    possible = block.logits.gather(-1, block.drafted[:, None])[:, 0] > -math.inf
-    return (divergence < threshold) & possible & ((top <= 0.9) | (best == block.drafted))
+    possible = log_p.gather(-1, block.drafted[:, None])[:, 0] > -math.inf
+    return (divergence < threshold) & possible & ((p.amax(-1) <= 0.9) | (block.best == block.drafted))
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -127,9 +133,9 @@ def standard_test(block: Block, uniform: Tensor | None) -> Tensor:
         uniform: fp32 draws [M] in [0, 1); None at temperature 0, where a token passes if the target would have said it.
     """
     if uniform is None:
-        return block.logits.argmax(-1) == block.drafted
-    if block.draft_logits is None:
-        raise ValueError("speculative sampling needs the draft's logits")
+        return block.best == block.drafted
+    if block.draft_logits is None or block.logits is None:
+        raise ValueError("speculative sampling needs the logits of both models")
     own = block.drafted[:, None]
     p = block.logits.softmax(-1).gather(-1, own)[:, 0]
     q = block.draft_logits.softmax(-1).gather(-1, own)[:, 0]

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
+from linear import Int4Linear, Int8Linear, Linear, group_of, make_linear
+from tp import Ranks, check_divides, gather_last, local_config, sum_ranks
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
 PREFILL_CHUNK = 256  # tokens read at once from a text that is given
-JUDGE_ROWS = 8  # rows added to the output projection for the one judge row: eight keep the product aligned
 
 
 @dataclass(frozen=True)
@@ -167,40 +168,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos[:, None] + turned * sin[:, None]).to(x.dtype)
 
 
-@torch.library.custom_op("engine::wide_linear", mutates_args=())
-def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, D_in] times weight [D_out, D_in] in 16 bits, on a CPU without 16-bit arithmetic: widened a cacheful at a time.
-
-    There PyTorch's own product costs nearly T times that of one row; this one widens each weight once for all rows (26 rows
-    of an 8960 x 1536 bfloat16 weight on one core: 27 ms against 79 ms). Sums are fp32.
-    """
-    rows = max(16, 300_000 // weight.shape[1])  # about 1 MB of fp32
-    wide = torch.empty((rows, weight.shape[1]), dtype=torch.float32)
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype)
-    x = x.float()
-    for start in range(0, weight.shape[0], rows):
-        part = wide[: min(rows, weight.shape[0] - start)].copy_(weight[start : start + rows])
-        out[:, start : start + rows] = x @ part.t()
-    return out
-
-
-@wide_linear.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-class Linear(nn.Linear):
-    """x times weight transposed plus bias, by the product that suits the device, the dtype and the number of rows."""
-
-    slow_rows = not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.slow_rows and x.device.type == "cpu" and x.dtype != torch.float32 and x.shape[:-1].numel() > 2:
-            out = wide_linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
-            return out if self.bias is None else out + self.bias
-        return super().forward(x)
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, the mean square taken in fp32."""
 
@@ -234,21 +201,22 @@ class Cache:
 class Block(nn.Module):
     """One layer: grouped-query attention with RoPE, then SwiGLU. q, k and v come from one product, gate and up from another.
 
-    ``step`` is the unit that is compiled: once for all layers, since only its inputs differ.
+    ``config`` is that of one rank's part. ``step`` is the unit that is compiled: once for all layers, since only its inputs differ.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, quantization: str = "none", divided: bool = False) -> None:
         super().__init__()
-        c = config
+        c, kept = config, quantization
         self.n_heads, self.n_kv_heads, self.head_dim = c.n_heads, c.n_kv_heads, c.head_dim
         self.attn_norm = RMSNorm(c.dim, c.norm_eps)
-        self.wqkv = Linear(c.dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim, bias=c.qkv_bias)
+        self.wqkv = make_linear(c.dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim, c.qkv_bias, kept)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.wo = Linear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
+        self.wo = make_linear(c.n_heads * c.head_dim, c.dim, c.out_bias, kept)
         self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
-        self.w13 = Linear(c.dim, 2 * c.ffn_dim, bias=False)
-        self.w2 = Linear(c.ffn_dim, c.dim, bias=False)
+        self.w13 = make_linear(c.dim, 2 * c.ffn_dim, False, kept)
+        self.w2 = make_linear(c.ffn_dim, c.dim, False, kept)
+        self.divided = divided  # over ranks: what wo and w2 give are parts of sums
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [..., T, H, C], keys and values [..., T, K, C] of x [..., T, D], positions applied."""
@@ -258,13 +226,17 @@ class Block(nn.Module):
 
     def feed_forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(self.ffn_norm(x)).chunk(2, -1)
-        return self.w2(F.silu(gate) * up)
+        return self.whole(self.w2(F.silu(gate) * up))
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The sum of every rank's part."""
+        return sum_ranks(x) if self.divided else x
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Read x [B, T, D] causally, no cache."""
         q, k, v = (t.transpose(1, 2) for t in self.project(x, cos, sin))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.wo(attended.transpose(1, 2).flatten(-2))
+        x = x + self.whole(self.wo(attended.transpose(1, 2).flatten(-2)))
         return x + self.feed_forward(x)
 
     def step(
@@ -281,7 +253,7 @@ class Block(nn.Module):
         v_cache.index_copy_(1, positions, v.transpose(0, 1))
         q = q.unflatten(1, (self.n_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * T, C]
         attended = F.scaled_dot_product_attention(q[None], k_cache[None], v_cache[None], attn_mask=mask)[0]
-        x = x + self.wo(attended.unflatten(1, (-1, T)).permute(2, 0, 1, 3).flatten(1))
+        x = x + self.whole(self.wo(attended.unflatten(1, (-1, T)).permute(2, 0, 1, 3).flatten(1)))
         return x + self.feed_forward(x)
 
 
@@ -291,41 +263,60 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class Transformer(nn.Module):
-    """The model. Built on the meta device by ``checkpoint.load_model``, which assigns the weights."""
+    """The model, or one rank's part of it. Built on the meta device by ``checkpoint.load_model``, which assigns the weights.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: the whole model's.
+        ranks: which part of how many this is.
+        quantization: ``none`` or one of ``linear.MODES``.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks = Ranks(), quantization: str = "none") -> None:
         super().__init__()
-        self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        group = group_of(quantization) if quantization.startswith("int4") else 1
+        check_divides(config, ranks.size, f"this {config.architecture}", group)
+        self.config, self.ranks, self.quantization = config, ranks, quantization
+        self.local = local = local_config(config, ranks.size)
+        self.embed = nn.Embedding(local.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(local, quantization, ranks.size > 1) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = Linear(config.dim, config.vocab_size, bias=False)
+        # never in fewer than 8 bits: that costs quality where it is least affordable
+        self.output = make_linear(config.dim, local.vocab_size, False, "none" if quantization == "none" else "int8")
         self.judge_kind: str | None = None
         self.judge_bias = self.judge_floor = 0.0
         self.block_steps: list[Callable[..., Tensor]] = [layer.step for layer in self._blocks()]
         self.compiled_steps = self.block_steps
-        if config.tie_embeddings:
-            self.tie()
+        self.tie()
 
     def _blocks(self) -> Iterator[Block]:
         return (cast(Block, layer) for layer in self.layers)
 
     def tie(self) -> None:
-        """Let the embedding and the first V rows of the output projection be the same memory."""
-        self.embed.weight = (
-            self.output.weight
-            if self.judge_kind is None
-            else nn.Parameter(self.output.weight[: self.config.vocab_size], requires_grad=False)
-        )
+        """Where the model ties them, let the embedding and the output projection be the same memory; a quantized one can't."""
+        if self.config.tie_embeddings and isinstance(self.output, Linear):
+            V, weight = self.local.vocab_size, self.output.weight
+            self.embed.weight = weight if len(weight) == V else nn.Parameter(weight[:V], requires_grad=False)
+
+    def new_cache(self, length: int) -> Cache:
+        """A static cache of ``length`` positions for this model, or this rank's part of it."""
+        return Cache(self.local, length, self.norm.weight.dtype, self.norm.weight.device)
 
     def known(self, tokens: Tensor) -> Tensor:
         """Tokens with those beyond this model's vocabulary replaced: a partner's may be padded further, with ids no text has."""
         return tokens.clamp(max=self.config.vocab_size - 1)
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., D] of tokens [...]; a rank looks up its own part of the vocabulary, and the ranks' results add up."""
+        if self.ranks.size == 1:
+            return self.embed(tokens)
+        own = tokens - self.ranks.rank * self.local.vocab_size
+        x = self.embed(own.clamp(0, self.local.vocab_size - 1))
+        return sum_ranks(torch.where(((own >= 0) & (own < self.local.vocab_size))[..., None], x, 0.0))
+
     def hidden(self, tokens: Tensor) -> Tensor:
         """Last-layer states [B, T, D] before the final norm, for tokens [B, T]; no cache."""
         cos, sin = rope_table(self.config, torch.arange(tokens.shape[1], device=tokens.device))
-        x = self.embed(tokens)
+        x = self.embedded(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return x
@@ -340,9 +331,9 @@ class Transformer(nn.Module):
         Reads and writes only the first ``bucket`` positions of the cache; every position must lie below it. Where the blocks
         were compiled, ``compiled`` says whether to use that: shapes that come once (prefill) aren't worth a compilation.
         """
-        groups = self.config.n_heads // self.config.n_kv_heads
+        groups = self.local.n_heads // self.local.n_kv_heads
         cos, sin = cache.cos.index_select(0, positions), cache.sin.index_select(0, positions)
-        x = self.embed(tokens)
+        x = self.embedded(tokens)
         hidden_from_query = torch.arange(bucket, device=tokens.device) > positions[:, None]  # [T, S]
         mask = torch.zeros((), dtype=x.dtype, device=x.device).masked_fill(hidden_from_query, float("-inf"))
         mask = mask.repeat(groups, 1)
@@ -353,24 +344,27 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """fp32 logits [..., V] and judge logits [...] (None without a head) of states [..., D] before the final norm."""
-        out = self.output(self.norm(hidden)).float()
+        logits, judge = self.local_logits(hidden)
+        return logits if self.ranks.size == 1 else gather_last(logits), judge
+
+    def local_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``logits``, of this rank's part of the vocabulary only. Every rank has the judge's row."""
+        out, V = self.output(self.norm(hidden)).float(), self.local.vocab_size
         if self.judge_kind is None:
             return out, None
-        judge = out[..., self.config.vocab_size]
+        judge = out[..., V:].sum(-1)
         if self.judge_kind == "pre_norm":  # w·h = rms(h) · (w / g)·norm(h)
             judge = judge * (hidden.float().square().mean(-1) + self.config.norm_eps).sqrt()
-        return out[..., : self.config.vocab_size], judge + self.judge_bias
+        return out[..., :V], judge + self.judge_bias
 
     def twin(self) -> Transformer:
-        """A model of the same layers, compiled ones included, with an output projection of its own to carry another head."""
+        """A model of the same layers, compiled ones included, that may carry another head."""
         other = copy.copy(self)
         other.__dict__["_modules"] = dict(self._modules)
-        other.output = Linear(self.config.dim, self.config.vocab_size, bias=False, device="meta")
-        other.output.weight = nn.Parameter(self.output.weight[: self.config.vocab_size], requires_grad=False)
         return other
 
     def fuse_judge(self, weight: Tensor, bias: float, kind: str, floor: float = 0.0) -> None:
-        """Append a judge head, weight [D], to the output projection as row V.
+        """Append a judge head, weight [D], to the output projection as row V; it takes the place of any that was there.
 
         Args:
             weight: fp32 row of the head f(h) = weight·h + bias.
@@ -386,13 +380,15 @@ class Transformer(nn.Module):
             if bool(((gain == 0) & (row != 0)).any()):
                 raise UserError("a pre_norm head can't be fused: the model's final norm has a weight of 0")
             row = torch.where(gain == 0, 0.0, row / gain)
-        old = self.output.weight.detach()[: self.config.vocab_size]
-        extra = old.new_zeros((JUDGE_ROWS, self.config.dim))
-        extra[0] = row.to(old.dtype)
-        self.output.weight = nn.Parameter(torch.cat((old, extra)), requires_grad=False)
+        self.output = cast(Linear | Int8Linear, self.output).with_judge(row, self.local.vocab_size)
         self.judge_kind, self.judge_bias, self.judge_floor = kind, float(bias), floor
-        if self.config.tie_embeddings:
-            self.tie()
+        self.tie()
+
+    def pack(self) -> None:
+        """Bring int4 weights, once they are loaded, into the layout of the device's kernel."""
+        for module in self.modules():
+            if isinstance(module, Int4Linear):
+                module.pack(self.norm.weight.dtype)
 
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads: all but the embedding table, of which a token reads one row."""
@@ -411,7 +407,7 @@ class Reader:
     def __init__(self, model: Transformer, max_len: int) -> None:
         weight = model.norm.weight
         self.model, self.text = model, list[int]()
-        self.cache = Cache(model.config, max_len, weight.dtype, weight.device)
+        self.cache = model.new_cache(max_len)
         self.hidden = torch.empty((max_len, model.config.dim), dtype=weight.dtype, device=weight.device)
 
     @torch.inference_mode()

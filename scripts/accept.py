@@ -67,7 +67,7 @@ def read_block(target: Reader, draft: Reader | None, text: Text) -> Block:
             own = match_vocabulary(own, logits.shape[-1]).cpu()
     judge = None if judge is None else judge[1:].cpu()
     logits = logits[:-1].cpu()
-    return Block(ids, logits, own, judge, log_probabilities(logits, ids), target.model.judge_floor)
+    return Block(ids, logits.argmax(-1), logits, own, judge, log_probabilities(logits, ids), target.model.judge_floor)
 
 
 def mean_accepted(flags: Sequence[Sequence[bool]], M: int) -> float:

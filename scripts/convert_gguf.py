@@ -356,7 +356,7 @@ def convert(source: Path, out: Path, dtype: str = "bfloat16", force: bool = Fals
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        writer = CheckpointWriter(partial)
+        writer = CheckpointWriter(partial, bool(config["tie_word_embeddings"]))
         for name, tensor in fused_tensors(file, config, DTYPES[dtype]):
             writer.add(name, tensor)
         tokenizer.save(str(partial / "tokenizer.json"))

@@ -46,16 +46,22 @@ class Task(NamedTuple):
     needs_data: bool = True
 
 
+def demo_problem(problem: demo_task.Problem) -> Problem:
+    """A problem of the demo task, and a right answer in a mixture of its wordings."""
+    given = demo_task.to_text(demo_task.write_solution(problem, random.Random(problem.question), (1, 1, 1)))
+    return Problem((problem.question,), lambda text: demo_task.is_right(problem, text), given=given)
+
+
 def demo_problems(data: Path, limit: int) -> list[Problem]:
     """The demo task's unseen problems."""
-    return [Problem((p.question,), lambda text, p=p: demo_task.is_right(p, text)) for p in demo_task.unseen_problems(limit)]
+    return [demo_problem(p) for p in demo_task.unseen_problems(limit)]
 
 
 def demo_training_problems(data: Path, limit: int) -> list[Problem]:
     """Problems of the demo task to make labels from, none of them among the unseen ones."""
     unseen = frozenset(p.question for p in demo_task.unseen_problems(1000))
     stream = demo_task.training_problems(random.Random("labels"), unseen)
-    return [Problem((p.question,), lambda text, p=p: demo_task.is_right(p, text)) for p in itertools.islice(stream, limit)]
+    return [demo_problem(p) for p in itertools.islice(stream, limit)]
 
 
 def question_and_answer(row: Any) -> dict[str, str]:

@@ -58,7 +58,7 @@ def test_rope_scaling_that_cant_be_is_refused(tmp_path, key):
 
 def test_what_an_interrupted_writer_left_is_never_read(tmp_path):
     folder = tmp_path / "m"
-    writer = checkpoint.CheckpointWriter(folder, shard_bytes=20_000)
+    writer = checkpoint.CheckpointWriter(folder, tied=False, shard_bytes=20_000)
     for name, value in tiny().state_dict().items():
         writer.add(name, value * 2)
     writer.close(hf_config("llama3"))
@@ -75,5 +75,5 @@ def test_a_writer_touches_nobody_elses_weights(tmp_path):
 
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="not of an interrupted run"):
-        checkpoint.CheckpointWriter(tmp_path)
+        checkpoint.CheckpointWriter(tmp_path, tied=False)
     assert (tmp_path / "model.safetensors").exists()

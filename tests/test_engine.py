@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine import Engine, Sampling, bucket_for, draw, match_vocabulary, warp
+from engine import Engine, Sampling, draw, match_vocabulary, warp
 from errors import UserError
 from tokenizer import Output
 
@@ -196,34 +196,23 @@ def test_a_planted_bias_is_caught(monkeypatch):
     assert chi_squared(Sampling(1.0)) < 0.001
 
 
-class Markov:
+def markov(V, seed):
     """A model whose next-token logits depend on the last token alone: rounds cheap enough for 20,000 draws."""
-
-    judge_floor = 0.0
-
-    def __init__(self, V, seed):
-        self.table = torch.randn(V, V, generator=torch.Generator().manual_seed(seed))
-        model = tiny(vocab_size=V, num_hidden_layers=1, max_position_embeddings=1 << 16)
-        self.config, self.norm, self.embed = model.config, model.norm, model.embed
-
-    def step(self, tokens, positions, cache, bucket, compiled=True):
-        return self.table.index_select(0, tokens)
-
-    def known(self, tokens):
-        return tokens
-
-    def logits(self, hidden):
-        return hidden, None
+    table = torch.randn(V, V, generator=torch.Generator().manual_seed(seed))
+    model = tiny(vocab_size=V, num_hidden_layers=1, max_position_embeddings=1 << 16)
+    model.step = lambda tokens, *_, **__: table.index_select(0, tokens)
+    model.logits = model.local_logits = lambda hidden: (hidden, None)
+    return model
 
 
 def chi_squared(sampling, draws=20_000, V=6):
     """p-value that a text drawn by standard speculative decoding makes each step as the target would after that token."""
-    target, draft = Markov(V, 0), Markov(V, 1)
+    target, draft = markov(V, 0), markov(V, 1)
     engine = Engine(target, draft, draft_len=2, sampling=sampling, max_len=draws + 1)
     text = [2, *decode(engine, [2], draws)[0]]
     counts = torch.zeros(V, V)
     counts.index_put_((torch.tensor(text[:-1]), torch.tensor(text[1:])), torch.ones(draws), accumulate=True)
-    p = warp(target.table, sampling).softmax(-1)
+    p = warp(target.step(torch.arange(V)), sampling).softmax(-1)
     assert counts[p == 0].sum() == 0
     statistic, degrees = 0.0, 0
     for seen, wanted in zip(counts, p * counts.sum(-1, keepdim=True)):
@@ -318,9 +307,13 @@ def test_output_trims_text_ids_counters_and_stream_alike(ids, sizes, stops, cap)
     assert all(Letters.decode([int(who)]).find(piece) >= 0 for piece, who in streamed)
 
 
-@pytest.mark.parametrize("length, bucket", [(1, 128), (128, 128), (129, 256), (257, 512), (1000, 1024)])
-def test_buckets(length, bucket):
-    assert bucket_for(length) == bucket
+def test_the_cache_is_read_in_buckets_and_never_beyond_its_end():
+    engine = Engine(tiny(max_position_embeddings=4096), max_len=700)
+    assert engine.target_cache.length == 768
+    for length, bucket in ((1, 128), (128, 128), (129, 256), (257, 512), (513, 768), (768, 768)):
+        assert engine._bucket(length) == bucket
+    engine.prefill([1] * 699)
+    assert len(list(engine.rounds(699))) == 1
 
 
 def test_engine_refuses_what_does_not_fit():

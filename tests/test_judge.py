@@ -37,7 +37,11 @@ def blocks(draw, V=7):
     z = torch.randn(M, generator=generator) * draw(st.sampled_from([0.1, 3.0, 1000.0]))
     uniform = torch.rand(M, generator=generator) if draw(st.booleans()) else None
     log_p = torch.rand(M, generator=generator).log() * 3
-    return Block(drafted, logits[:M], draft_logits, z, log_p, draw(st.sampled_from([0.0, 1e-3, 0.1]))), logits, uniform
+    return (
+        Block(drafted, logits[:M].argmax(-1), logits[:M], draft_logits, z, log_p, draw(st.sampled_from([0.0, 1e-3, 0.1]))),
+        logits,
+        uniform,
+    )
 
 
 def naive_run(block, accepted):

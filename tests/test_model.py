@@ -7,7 +7,7 @@ import torch
 from conftest import ARCHITECTURES, hf_config, tiny
 
 from errors import UserError
-from model import Cache, Config, Linear, wide_linear
+from model import Config
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -15,7 +15,7 @@ def test_step_against_cache_equals_whole_pass(name):
     model = tiny(name)
     tokens = torch.randint(0, 131, (150,), generator=torch.Generator().manual_seed(1))
     reference = model(tokens[None])[0]
-    cache = Cache(model.config, 256, torch.float32, "cpu")
+    cache = model.new_cache(256)
     states, at = [], 0
     for length in (100, 1, 2, 27, 1, 19):  # crosses a bucket's edge
         positions = torch.arange(at, at + length)
@@ -29,7 +29,7 @@ def test_step_against_cache_equals_whole_pass(name):
 def test_rejected_positions_are_hidden_and_overwritten():
     model = tiny()
     tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(2))
-    cache = Cache(model.config, 128, torch.float32, "cpu")
+    cache = model.new_cache(128)
     model.step(tokens[:10], torch.arange(10), cache, 128)
     model.step(torch.randint(0, 131, (9,)), torch.arange(10, 19), cache, 128)  # all rejected
     states = [model.step(tokens[i : i + 1], torch.tensor([i]), cache, 128) for i in range(10, 20)]
@@ -91,21 +91,6 @@ def test_both_generations_of_rope_keys_and_windows():
     assert old == new
     assert Config.from_hf(hf_config("mistral", sliding_window=256)).max_seq_len == 256
     assert Config.from_hf(hf_config("qwen2", sliding_window=256, use_sliding_window=False)).max_seq_len == 512
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(3, 7, 5), (26, 700, 1000), (9, 33, 20_000)])
-def test_wide_product_equals_the_exact_one(dtype, shape):
-    T, n_out, n_in = shape
-    x, weight = torch.randn(T, n_in).to(dtype), torch.randn(n_out, n_in).to(dtype)
-    exact = x.double() @ weight.double().t()
-    torch.testing.assert_close(wide_linear(x, weight).double(), exact, atol=exact.std().item() / 100, rtol=0.01)
-    layer = Linear(n_in, n_out, bias=True).to(dtype)
-    layer.slow_rows = True
-    with torch.no_grad():
-        plain = torch.nn.functional.linear(x, layer.weight, layer.bias)
-        torch.testing.assert_close(layer(x), plain, atol=0.05, rtol=0.05)
-    torch.library.opcheck(wide_linear, (x, weight), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_twin_shares_the_layers_and_carries_a_head_of_its_own():

@@ -1,0 +1,45 @@
+"""Quantize a checkpoint into a new one, one shard in memory at a time. What the forms are is in ``linear.py``."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import checkpoint
+from errors import Parser, UserError, run_cli
+from files import read_json
+from linear import MODES
+
+
+def quantize(source: Path, target: Path, mode: str) -> None:
+    """Write the checkpoint ``source`` anew, quantized; an interrupted run goes on where it stopped.
+
+    Raises:
+        UserError: the source is damaged or quantized already, ``target`` is a checkpoint already, or the disk is full.
+    """
+    config = checkpoint.load_config(source)
+    weights = checkpoint.open_source(source, config)
+    if weights.quantization != "none":
+        raise UserError(f"{source} is {weights.quantization} already; quantize the checkpoint it was made from")
+    steps = []
+    for name, path in weights.files.items():
+        with checkpoint.open_shard(path) as shard:
+            read = functools.partial(checkpoint.read_part, weights, name, config)
+            steps.append(checkpoint.Step(name, checkpoint.bytes_in(shard, name), read))
+    writer = checkpoint.CheckpointWriter(target, config.tie_embeddings, mode, checkpoint.stamps(source))
+    checkpoint.copy_side_files(source, target)
+    checkpoint.stream_checkpoint(writer, steps, read_json(source / "config.json"), None)
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--checkpoint", required=True, metavar="NAME", help="checkpoint to quantize; it is left as it is")
+    parser.add_argument("--mode", choices=MODES, default="int8", help="default: int8")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="new checkpoint folder (default: beside it, with the mode added)")
+    args = parser.parse_args()
+    source = checkpoint.find_checkpoint(args.checkpoint)
+    quantize(source, args.out or source.with_name(f"{source.name}-{args.mode}"), args.mode)
+
+
+if __name__ == "__main__":
+    run_cli(main)

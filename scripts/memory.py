@@ -1,0 +1,122 @@
+"""What each rank will hold, before anyone downloads a byte: weights, KV caches, buffers, and whether it fits.
+
+Weights, caches and buffers are counted on the program's own modules, built without memory, so they are exact. Two lines are
+estimates: working memory, from the largest tensors that live at once, and what the CUDA runtime and NCCL take for themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+from shapes import find_shape
+
+import checkpoint
+from engine import cache_length
+from errors import Parser, UserError, run_cli
+from linear import JUDGE_ROWS, MODES
+from model import PREFILL_CHUNK, Cache, Config, Transformer
+from tp import Ranks
+
+GPUS = {"80 GB (H100, A100)": 80e9, "141 GB (H200)": 141e9, "180 GB (B200)": 180e9}
+RUNTIME_BYTES = 2_500_000_000  # CUDA context, cuBLAS workspaces, NCCL buffers: an estimate
+
+
+class Part(NamedTuple):
+    """A model as one rank holds it."""
+
+    weights: int
+    cache: int
+    working: int
+
+
+def weight_bytes(config: Config, ranks: Ranks, quantization: str, dtype: torch.dtype, judge: bool = False) -> int:
+    """Bytes of one rank's weights as ``checkpoint.load_model`` leaves them, with a judge's rows where asked for."""
+    with torch.device("meta"):
+        model = Transformer(config, ranks, quantization)
+    total = 0
+    for name, p in model.named_parameters():
+        # int4's scales are brought to the model's dtype, int8's stay in fp32
+        fixed = not p.is_floating_point() or (name.endswith(".scale") and p.dtype == torch.float32)
+        total += p.numel() * (p.element_size() if fixed else dtype.itemsize)
+    row = config.dim * dtype.itemsize if quantization == "none" else config.dim + 4
+    return total + (JUDGE_ROWS * row if judge else 0)
+
+
+def part(config: Config, ranks: Ranks, quantization: str, dtype: torch.dtype, length: int, rows: int, judge: bool) -> Part:
+    """One rank's part of a model, with a cache of ``length`` positions, reading at most ``rows`` tokens at once in a round."""
+    with torch.device("meta"):
+        local = Transformer(config, ranks, quantization).local
+        cache = Cache(local, length, dtype, "meta")
+    logits = 3 * rows * (local.vocab_size + JUDGE_ROWS) * 4  # in the model's dtype, in fp32, and one copy more
+    wide = max(2 * local.ffn_dim, (local.n_heads + 2 * local.n_kv_heads) * local.head_dim)
+    prefill = PREFILL_CHUNK * (4 * config.dim + 3 * wide) * max(dtype.itemsize, 4)
+    return Part(
+        weight_bytes(config, ranks, quantization, dtype, judge),
+        sum(t.nbytes for t in (cache.k, cache.v, cache.cos, cache.sin)),
+        max(logits, prefill),
+    )
+
+
+def plan(args) -> dict[str, int]:
+    """Bytes a rank holds, by what they are for. Raises UserError where the models don't divide, or their context is too short."""
+    ranks, dtype, M = Ranks(0, args.nproc), checkpoint.DTYPES[args.dtype], args.draft_len if args.draft else 0
+    length = cache_length(args.context + M)
+    rows = {}
+    for who, name in (("target", args.target), ("draft", args.draft)):
+        if name is None:
+            continue
+        config, folder = find_shape(name)
+        if args.context > config.max_seq_len:
+            raise UserError(f"--context is {args.context}; {name} has room for {config.max_seq_len}")
+        kept = checkpoint.open_source(folder, config).quantization if folder is not None else "none"
+        mine = ranks if who == "target" or args.draft_tp != 1 else Ranks()
+        p = part(config, mine, args.quantize if kept == "none" else kept, dtype, length, M + 1, who == "target" and M > 0)
+        rows |= {f"{who}: weights": p.weights, f"{who}: KV cache": p.cache}
+        rows["working memory (estimate)"] = max(rows.get("working memory (estimate)", 0), p.working)
+        if who == "target":
+            rows["buffers"] = (length + 1) * 8 + (3 * M + 2) * 8 + M * config.vocab_size * 4
+    rows["CUDA and NCCL (estimate)"] = RUNTIME_BYTES
+    return rows
+
+
+def parse_args():
+    p = Parser(description=__doc__)
+    p.add_argument("--target", required=True, metavar="NAME", help="a shape such as llama-3.1-405b, or a checkpoint")
+    p.add_argument("--draft", metavar="NAME", help="the same, of the draft")
+    p.add_argument("--quantize", choices=["none", *MODES], default="none", help="weights of both models (default: none)")
+    p.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks (default: 1)")
+    p.add_argument("--draft-tp", type=int, choices=[1], help="1: each rank holds the whole draft")
+    p.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of prompt and answer (default: 8192)")
+    p.add_argument("--draft-len", type=int, default=25, metavar="M", help="tokens drafted a round (default: 25)")
+    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="default: bfloat16")
+    p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")
+    args = p.parse_args()
+    for name in ("nproc", "context", "draft_len"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    rows = plan(args)
+    total = sum(rows.values())
+    lines = ["| each rank holds | GB |", "| --- | ---: |"]
+    lines += [f"| {name} | {size / 1e9:.2f} |" for name, size in rows.items() if size]
+    lines += [f"| **total** | **{total / 1e9:.2f}** |", ""]
+    for gpu, room in GPUS.items():
+        lines.append(f"{gpu}: " + (f"fits, {(room - total) / 1e9:.1f} GB to spare" if total <= room else
+                                   f"does NOT fit, {(total - room) / 1e9:.1f} GB too much"))  # fmt: skip
+    print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps({"bytes": rows, "total_bytes": total, "fits": {gpu: total <= room for gpu, room in GPUS.items()}}))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,254 @@
+"""Tensor parallelism on gloo ranks: the same tokens as one rank's, each reads its part alone, and none outlives another."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, hf_config, tiny
+from test_cli import write_tokenizer
+
+import checkpoint
+import tp
+from engine import Engine, Sampling
+from errors import UserError
+from judge import Head
+from model import Config, Reader, Transformer
+from tp import Ranks
+
+SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 128, "hidden_size": 64,
+         "num_hidden_layers": 2, "head_dim": 32}  # fmt: skip
+MODELS = ("llama3", "qwen2", "llama-bias")  # with a bias in no product, in q, k and v, and in all of attention
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+N = 24
+
+
+def decode(case, folder, ranks, check=False):
+    """Tokens of one case, and the logits and verdicts of the whole text."""
+    load = lambda name, ranks: checkpoint.load_model(folder / name, torch.float32, "cpu", ranks, case.get("quantize", "none"))  # noqa: E731
+    target = load(case["target"], ranks)
+    target.fuse_judge(torch.randn(64, generator=torch.Generator().manual_seed(5)) / 8, 0.3, case.get("kind", "post_norm"), 1e-4)
+    draft = load(case["draft"], Ranks() if case.get("whole_draft") else ranks) if "draft" in case else None
+    engine = Engine(
+        target, draft, draft_len=5, verify=case.get("verify", "standard"), threshold=case.get("threshold", 0.5),
+        sampling=Sampling(case.get("temperature", 0.0), top_p=0.9, seed=7), max_len=len(PROMPT) + N, check_ranks=check,
+    )  # fmt: skip
+    tokens = engine.complete(PROMPT, N)
+    with torch.inference_mode():
+        logits, judge = target.logits(Reader(target, len(PROMPT) + len(tokens)).read(PROMPT + tokens))
+    return {"tokens": tokens, "logits": logits.tolist(), "judge": judge.tolist()}
+
+
+def cases():
+    pair = {"target": "llama3", "draft": "llama3-draft"}
+    every = [{"target": name + end} for name in MODELS for end in ("", "-int8")]
+    every += [
+        {"target": "qwen2", "quantize": "int8"}, {**pair, "verify": "standard"}, {**pair, "verify": "judge", "kind": "pre_norm"},
+        {**pair, "verify": "topk", "threshold": 3}, {**pair, "verify": "kl"}, {**pair, "temperature": 1.0},
+        {**pair, "verify": "judge", "temperature": 1.0}, {**pair, "verify": "judge", "whole_draft": True},
+        {**pair, "whole_draft": True, "temperature": 0.8}, {"target": "llama3", "draft": "padded-draft", "verify": "judge"},
+        {"target": "llama3-int8", "draft": "llama3-draft", "verify": "judge"},
+    ]  # fmt: skip
+    return every
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tp")
+    for name in MODELS:
+        for end, mode in (("", "none"), ("-int8", "int8")):
+            checkpoint.save_checkpoint(root / (name + end), hf_config(name, **SHAPE), tiny(name, **SHAPE).state_dict(), mode)
+    for name, changes in (("llama3-draft", {}), ("padded-draft", {"vocab_size": 160})):
+        shape = {**SHAPE, "num_hidden_layers": 1, **changes}
+        checkpoint.save_checkpoint(root / name, hf_config("llama3", **shape), tiny("llama3", seed=0, **shape).state_dict())
+    return root
+
+
+def torchrun(size, *argv, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}", *map(str, argv)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def as_rank(rank, size, port, work, results):
+    """What a forked process does: join the others, work, and send the result home."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost",
+                   "MASTER_PORT": str(port)}  # fmt: skip
+    with tp.ranks_of("cpu") as ranks:
+        results.put((rank, work(ranks)))
+
+
+def on_ranks(size, work):
+    """``work(ranks)`` on each of ``size`` forked ranks, in their order."""
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    results = context.Queue()
+    processes = [context.Process(target=as_rank, args=(rank, size, port, work, results)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=300) for _ in processes)
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    return [found[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_any_number_of_ranks_decodes_the_same(folders, size):
+    some = cases() if size < 8 else cases()[::3]
+    alone = [decode(case, folders, Ranks()) for case in some]
+    for found in on_ranks(size, lambda ranks: [decode(case, folders, ranks, check=True) for case in some]):
+        for case, mine, theirs in zip(some, alone, found, strict=True):
+            assert theirs["tokens"] == mine["tokens"] and len(mine["tokens"]) == N, case
+            for what in ("logits", "judge"):
+                assert (torch.tensor(theirs[what]) - torch.tensor(mine[what])).abs().max() < 1e-4, (case, what)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_rank_reads_its_part_of_every_weight(folders, size):
+    for name in (*MODELS, "llama3-int8"):
+        config = checkpoint.load_config(folders / name)
+        source = checkpoint.open_source(folders / name, config)
+        for weight, shape in source.shapes.items():
+            parts = [checkpoint.read_part(source, weight, config, Ranks(rank, size)) for rank in range(size)]
+            whole = checkpoint.read_part(source, weight, config)
+            assert sum(part.numel() for part in parts) >= whole.numel()
+            if weight.split(".")[-2] in ("w2", "wo") and len(shape) > 1:
+                assert torch.equal(torch.cat(parts, 1), whole)
+            elif weight.split(".")[-2] in ("embed", "output"):
+                assert torch.equal(torch.cat(parts), whole)
+            elif weight.endswith("wo.bias"):
+                assert torch.equal(sum(parts), whole)
+            elif weight.endswith("norm.weight"):
+                assert all(torch.equal(part, whole) for part in parts)
+        model = checkpoint.load_model(folders / name, torch.float32, ranks=Ranks(1, size))
+        assert model.layers[0].wo.weight.shape[1] * size == source.shapes["layers.0.wo.weight"][1]
+
+
+def test_what_doesnt_divide_is_refused_with_the_numbers(folders):
+    for changes, words in (
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, "6 attention heads"),
+        ({"num_key_value_heads": 4, "num_attention_heads": 12, "intermediate_size": 96, "vocab_size": 132}, None),
+        ({"intermediate_size": 62}, "62 feed-forward columns"),
+        ({"vocab_size": 131}, "131 vocabulary entries"),
+    ):
+        config = Config.from_hf(hf_config("llama3", **{**SHAPE, **changes}))
+        with torch.device("meta"):
+            if words is None:
+                Transformer(config, Ranks(0, 4))
+                continue
+            with pytest.raises(UserError, match=f"over 4 ranks: it has .*{words}"):
+                Transformer(config, Ranks(0, 4))
+    three = Config.from_hf(hf_config("llama3", **{**SHAPE, "num_attention_heads": 12, "num_key_value_heads": 6}))
+    assert tp.obstacles(three, 4) == ["6 key/value heads"]
+    with torch.device("meta"), pytest.raises(UserError, match="64 feed-forward columns in groups of 32"):
+        Transformer(Config.from_hf(hf_config("llama3", **SHAPE)), Ranks(0, 4), "int4-g32")
+
+
+PUBLISHED = ("generate.py", "--draft", "8B", "--target", "405B", "--judge", "head.pt")
+
+
+def published(tmp_path):
+    """checkpoints/ with an 8B and a 405B whose sizes are in Llama-3.1's proportions, the target in int8, and a head."""
+    for name, heads, seed in (("Llama-3.1-8B-Instruct", 8, 1), ("Llama-3.1-405B-Instruct", 32, 0)):
+        shape = {"num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 264, "hidden_size": 8 * heads,
+                 "intermediate_size": 24 * heads, "max_position_embeddings": 1024}  # fmt: skip
+        folder = tmp_path / "checkpoints" / name
+        mode = "int8" if heads == 32 else "none"
+        checkpoint.save_checkpoint(folder, hf_config("llama3", **shape), tiny("llama3", seed=seed, **shape).state_dict(), mode)
+        write_tokenizer(folder)
+    mark = checkpoint.fingerprint(folder)
+    Head(torch.randn(256, generator=torch.Generator().manual_seed(0)), 0.0, "post_norm", folder.name, mark).save(
+        tmp_path / "head.pt"
+    )
+
+
+def test_the_published_command(tmp_path):
+    published(tmp_path)
+    argv = [str(ROOT / PUBLISHED[0]), *PUBLISHED[1:], "--max-new-tokens", "20", "--json", "--no-compile"]
+    process = torchrun(8, *argv, cwd=tmp_path)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    result = json.loads(next(line for line in out.splitlines() if line.startswith('{"text"')))
+    assert result["config"]["ranks"] == 8 and result["config"]["quantize"] == "int8"
+    assert out.count('"tokens_per_s"') == 1  # only rank 0 speaks
+    alone = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(alone.stdout.splitlines()[-1])["prompt_tokens"] == result["prompt_tokens"]
+
+
+def endless(tmp_path, size=4):
+    """Ranks that decode until they are stopped, once they have begun."""
+    published(tmp_path)
+    argv = [*PUBLISHED[1:], "--no-compile", "--num-samples", "100000", "--max-new-tokens", "20"]
+    process = torchrun(size, ROOT / PUBLISHED[0], *argv, cwd=tmp_path, start_new_session=True)
+    lines = []
+    while not lines or "tokens/s" not in lines[-1]:
+        line = process.stdout.readline()
+        assert line, "".join(lines)
+        lines.append(line)
+    return process, workers_of(process.pid)
+
+
+def workers_of(pid):
+    """Process ids of the ranks that a torchrun started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if "generate.py" in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def ended_within(pids, seconds):
+    limit = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in pids):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path):
+    process, workers = endless(tmp_path)
+    assert len(workers) == 4
+    os.kill(workers[2], signal.SIGKILL)
+    assert ended_within(workers, 10)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert re.search(r"rank\s*:? 2\b", out), out[-3000:]
+
+
+def test_ctrl_c_ends_all_at_once(tmp_path):
+    process, workers = endless(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    assert ended_within(workers, 10)
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+
+
+def test_a_mistake_only_one_rank_can_see_is_told_once_with_its_rank(tmp_path):
+    published(tmp_path)
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "other" / "checkpoints")
+    wrong = {**hf_config("llama3"), "vocab_size": 7}
+    (tmp_path / "other" / "checkpoints" / "Llama-3.1-8B-Instruct" / "config.json").write_text(json.dumps(wrong))
+    for name in ("head.pt",):
+        shutil.copy(tmp_path / name, tmp_path / "other")
+    script = tmp_path / "elsewhere.py"  # as on a node whose copy of the files is another
+    script.write_text(
+        f"import os, runpy, sys\nif os.environ['RANK'] == '1': os.chdir('other')\n"
+        f"sys.path.insert(0, {str(ROOT)!r}); runpy.run_path({str(ROOT / 'generate.py')!r}, run_name='__main__')\n"
+    )
+    process = torchrun(2, script, *PUBLISHED[1:], "--no-compile", cwd=tmp_path)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    told = [line for line in out.splitlines() if "error: " in line]
+    assert len(told) == 1 and "rank 1" in told[0], out
