@@ -374,11 +374,10 @@ class CheckpointWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append one tensor, quantized where it is to be; it is kept until its shard is full."""
-        parts = {name: tensor.contiguous()}
         if self.tied and name == "output.weight":
             return
-        if self.quantization != "none" and is_quantized(name):
-            self.samples[name] = sample(len(tensor), lambda a, b: tensor[a:b], whole=False)
+        parts, anew = {name: tensor.contiguous()}, self.quantization != "none" and is_quantized(name)
+        if anew:
             parts = _quantized(name, tensor, self.quantization, divided=False)
         elif self.quantization != "none" and self.tied and name == "embed.weight":
             parts |= _quantized("output.weight", tensor, self.quantization, divided=False)
@@ -386,6 +385,8 @@ class CheckpointWriter:
         if self.pending and sum(t.nbytes for t in self.pending.values()) + size > self.shard_bytes:
             self._flush()
         self.pending |= parts
+        if anew:
+            self.samples[name] = sample(len(tensor), lambda a, b: tensor[a:b], whole=False)
 
     def _flush(self) -> None:
         path = self.folder / f"model-{len(self.shards) + 1:05d}.safetensors"
@@ -406,7 +407,10 @@ class CheckpointWriter:
             weight_map.update(dict.fromkeys(names, final.name))
             size += final.stat().st_size
         if n > 1:
-            write_json(self.folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})
+            write_json(
+                self.folder / "model.safetensors.index.json",
+                {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
+            )
         write_json(self.folder / "config.json", config)
 
 

@@ -1,15 +1,20 @@
-"""Checkpoints: what tells two apart, configurations that can't be, and what an interrupted writer leaves."""
+"""Checkpoints: what tells two apart, configurations that can't be, fewer bits, and what an interrupted writer leaves."""
 
 from __future__ import annotations
 
 import json
+from collections import namedtuple
 
 import pytest
 import torch
 from conftest import hf_config, tiny
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 import checkpoint
+import quantize
 from errors import UserError
+from linear import MODES
 
 
 def save(folder, name="llama3", change=None, dtype=torch.float32):
@@ -71,9 +76,135 @@ def test_what_an_interrupted_writer_left_is_never_read(tmp_path):
 
 
 def test_a_writer_touches_nobody_elses_weights(tmp_path):
-    from safetensors.torch import save_file
-
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="not of an interrupted run"):
         checkpoint.CheckpointWriter(tmp_path, tied=False)
     assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "llama-bias"])  # not tied, tied, with biases
+@pytest.mark.parametrize("mode", MODES)
+def test_a_quantized_checkpoint_is_what_quantizing_at_load_gives(tmp_path, name, mode):
+    plain, made = save(tmp_path / "plain", name), tmp_path / "made"
+    quantize.quantize(plain, made, mode)
+    at_load = checkpoint.load_model(plain, torch.float32, quantization=mode)
+    for loaded in (checkpoint.load_model(made, torch.float32), checkpoint.load_model(made, torch.float32, quantization=mode)):
+        assert loaded.quantization == mode and loaded.state_dict().keys() == at_load.state_dict().keys()
+        for key, value in loaded.state_dict().items():
+            assert value.dtype == at_load.state_dict()[key].dtype and torch.equal(value, at_load.state_dict()[key]), key
+    assert checkpoint.fingerprint(made) == checkpoint.fingerprint(plain)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    exact, got = checkpoint.load_model(plain, torch.float32)(tokens), at_load(tokens)
+    assert 1e-3 < (got - exact).std() / exact.std() < (0.1 if mode == "int8" else 0.8)
+    untouched = [
+        key for key in load_file(made / "model.safetensors") if key.endswith(("norm.weight", ".bias")) or key.startswith("embed")
+    ]
+    for key in untouched:
+        assert torch.equal(load_file(made / "model.safetensors")[key], load_file(plain / "model.safetensors")[key])
+
+
+def test_what_isnt_quantized_as_it_says_is_refused(tmp_path):
+    plain, made = save(tmp_path / "plain"), tmp_path / "made"
+    quantize.quantize(plain, made, "int8")
+    with pytest.raises(UserError, match="is int8 already"):
+        quantize.quantize(made, tmp_path / "twice", "int8")
+    with pytest.raises(UserError, match="can't be quantized to int4-g32"):
+        checkpoint.load_model(made, torch.float32, quantization="int4-g32")
+    file = made / "model.safetensors"
+    weights, metadata = load_file(file), {"layout": checkpoint.LAYOUT, "quantization": "int8"}
+    for change, words in (
+        ({"layers.1.w2.scale": None}, r"lacks 1 of .*layers\.1\.w2\.scale"),
+        ({"layers.1.w2.scale": torch.ones(3)}, r"layers\.1\.w2\.scale is \(3,\)"),
+        ({"layers.1.w2.zero": torch.ones(3)}, "holds 'layers.1.w2.zero'"),
+    ):
+        save_file({key: value for key, value in (weights | change).items() if value is not None}, file, metadata=metadata)
+        with pytest.raises(UserError, match=words):
+            checkpoint.load_model(made, torch.float32)
+    for mode, words in (("none", "layers.0.w13.scale"), ("int4-g32", "is "), ("int3", "known are none, int8")):
+        save_file(weights, file, metadata=metadata | {"quantization": mode})
+        with pytest.raises(UserError, match=words):
+            checkpoint.load_model(made, torch.float32)
+    save_file(
+        {"embed.weight": weights.pop("embed.weight")}, made / "model-2.safetensors", metadata=metadata | {"quantization": "none"}
+    )
+    save_file(weights, file, metadata=metadata)
+    with pytest.raises(UserError, match="is of quantization"):
+        checkpoint.load_model(made, torch.float32)
+
+
+class Killed(Exception):
+    pass
+
+
+def stream(folder, mode, stop_at=None, run="r"):
+    """Write the tiny model in small shards; ``stop_at``: the weight at whose reading the process dies. Returns what was read."""
+    read = []
+
+    def reading(name, value):
+        if len(read) == stop_at:
+            raise Killed
+        read.append(name)
+        return value
+
+    weights = {name: value.clone() for name, value in tiny("qwen2").state_dict().items()}
+    steps = [checkpoint.Step(name, value.nbytes, lambda n=name, v=value: reading(n, v)) for name, value in weights.items()]
+    checkpoint.stream_checkpoint(checkpoint.CheckpointWriter(folder, True, mode, run, 30_000), steps, hf_config("qwen2"), None)
+    return read
+
+
+def contents(folder):
+    """Every file's bytes; of weight files the tensors' and the metadata, whose order in the file is the library's."""
+
+    def of(path):
+        if path.suffix != ".safetensors":
+            return path.read_bytes()
+        with checkpoint.open_shard(path) as shard:
+            return shard.metadata(), {name: shard.get_tensor(name).numpy().tobytes() for name in shard.keys()}
+
+    return {path.name: of(path) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("mode", ["none", "int8"])
+def test_a_stream_that_was_cut_goes_on_where_it_stopped(tmp_path, mode):
+    every = stream(tmp_path / "whole", mode)
+    wanted = contents(tmp_path / "whole")
+    assert len(wanted) > 4
+    for stop_at in range(1, len(every)):
+        folder = tmp_path / str(stop_at)
+        with pytest.raises(Killed):
+            stream(folder, mode, stop_at)
+        assert not (folder / "config.json").exists()
+        done = sum(len(load_file(path)) for path in folder.glob("*.safetensors"))
+        rest = stream(folder, mode)
+        assert len(rest) < len(every) or not done
+        assert contents(folder) == wanted
+    with pytest.raises(Killed):
+        stream(tmp_path / "other", mode, len(every) - 1)
+    assert stream(tmp_path / "other", mode, run="another") == every
+
+
+def test_a_full_disk_is_told_before_or_leaves_nothing_that_loads(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.shutil, "disk_usage", lambda folder: usage(10, 10, 1000))
+        with pytest.raises(UserError, match=r"needs 0\.0 GB more"):
+            stream(tmp_path / "a", "none")
+    assert not list((tmp_path / "a").glob("*"))
+    calls, real = [], checkpoint.save_file
+
+    def fills_up(tensors, path, **more):
+        calls.append(path)
+        if len(calls) == 3:
+            path.write_bytes(b"half of it")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        real(tensors, path, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_file", fills_up)
+        with pytest.raises(UserError, match="can't be written.*No space left"):
+            stream(tmp_path / "b", "int8")
+    assert not list((tmp_path / "b").glob("*.partial"))
+    with pytest.raises(UserError):
+        checkpoint.load_model(tmp_path / "b", torch.float32)
+    stream(tmp_path / "b", "int8")
+    checkpoint.load_model(tmp_path / "b", torch.float32)

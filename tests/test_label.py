@@ -141,7 +141,8 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_file(tmp_path):
 
 @pytest.mark.parametrize("argv, words", [
     (("mine", "--task", "mt-bench", "--data", "CHAT", "--target", "demo/target", "--draft", "demo/draft"), "can't be mined"),
-    (("likelihood", "--task", "demo", "--given", "--target", "demo/target", "--draft", "demo/draft"), "no given answers"),
+    (("likelihood", "--task", "mt-bench", "--data", "CHAT", "--given", "--target", "demo/target", "--draft", "demo/draft"),
+     "no given answers"),
     (("mine", "--task", "gsm8k", "--target", "demo/target", "--draft", "demo/draft"), "needs --data"),
     (("likelihood", "--task", "demo", "--target", "demo/target", "--draft", "demo/draft", "--window", "0"), "--window is 0"),
     (("manual", "nothing.jsonl", "--target", "demo/target"), "nothing.jsonl can't be read"),
