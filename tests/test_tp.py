@@ -31,7 +31,7 @@ SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size"
          "num_hidden_layers": 2, "head_dim": 32}  # fmt: skip
 MODELS = ("llama3", "qwen2", "llama-bias")  # with a bias in no product, in q, k and v, and in all of attention
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
-N = 24
+N = 12
 
 
 def decode(case, folder, ranks, check=False):
@@ -108,7 +108,7 @@ def on_ranks(size, work):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_any_number_of_ranks_decodes_the_same(folders, size):
-    some = cases() if size < 8 else cases()[::3]
+    some = cases()[:: size // 2]  # more ranks than cores: every step waits for the slowest
     alone = [decode(case, folders, Ranks()) for case in some]
     for found in on_ranks(size, lambda ranks: [decode(case, folders, ranks, check=True) for case in some]):
         for case, mine, theirs in zip(some, alone, found, strict=True):
@@ -165,7 +165,7 @@ def published(tmp_path):
     """checkpoints/ with an 8B and a 405B whose sizes are in Llama-3.1's proportions, the target in int8, and a head."""
     for name, heads, seed in (("Llama-3.1-8B-Instruct", 8, 1), ("Llama-3.1-405B-Instruct", 32, 0)):
         shape = {"num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 264, "hidden_size": 8 * heads,
-                 "intermediate_size": 24 * heads, "max_position_embeddings": 1024}  # fmt: skip
+                 "intermediate_size": 24 * heads, "max_position_embeddings": 1024, "num_hidden_layers": 1}  # fmt: skip
         folder = tmp_path / "checkpoints" / name
         mode = "int8" if heads == 32 else "none"
         checkpoint.save_checkpoint(folder, hf_config("llama3", **shape), tiny("llama3", seed=seed, **shape).state_dict(), mode)
@@ -178,21 +178,30 @@ def published(tmp_path):
 
 def test_the_published_command(tmp_path):
     published(tmp_path)
-    argv = [str(ROOT / PUBLISHED[0]), *PUBLISHED[1:], "--max-new-tokens", "20", "--json", "--no-compile"]
-    process = torchrun(8, *argv, cwd=tmp_path)
+    process = torchrun(8, ROOT / PUBLISHED[0], *PUBLISHED[1:], "--max-new-tokens", "4", "--json", "--no-compile", cwd=tmp_path)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
-    result = json.loads(next(line for line in out.splitlines() if line.startswith('{"text"')))
-    assert result["config"]["ranks"] == 8 and result["config"]["quantize"] == "int8"
     assert out.count('"tokens_per_s"') == 1  # only rank 0 speaks
-    alone = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert json.loads(alone.stdout.splitlines()[-1])["prompt_tokens"] == result["prompt_tokens"]
+    result = json.loads(next(line for line in out.splitlines() if line.startswith('{"text"')))
+    assert result["config"]["ranks"] == 8 and result["config"]["quantize"] == "int8" and result["config"]["verify"] == "judge"
+    assert 1 <= result["new_tokens"] <= 4
 
 
-def endless(tmp_path, size=4):
+def endless(tmp_path, size):
     """Ranks that decode until they are stopped, once they have begun."""
     published(tmp_path)
-    argv = [*PUBLISHED[1:], "--no-compile", "--num-samples", "100000", "--max-new-tokens", "20"]
+    argv = [
+        *PUBLISHED[1:],
+        "--no-compile",
+        "--num-samples",
+        "100000",
+        "--max-new-tokens",
+        "2",
+        "--draft-len",
+        "2",
+        "--prompt",
+        "Hi",
+    ]
     process = torchrun(size, ROOT / PUBLISHED[0], *argv, cwd=tmp_path, start_new_session=True)
     lines = []
     while not lines or "tokens/s" not in lines[-1]:
@@ -218,7 +227,7 @@ def ended_within(pids, seconds):
 
 
 def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path):
-    process, workers = endless(tmp_path)
+    process, workers = endless(tmp_path, 4)
     assert len(workers) == 4
     os.kill(workers[2], signal.SIGKILL)
     assert ended_within(workers, 10)
@@ -228,7 +237,7 @@ def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path):
 
 
 def test_ctrl_c_ends_all_at_once(tmp_path):
-    process, workers = endless(tmp_path)
+    process, workers = endless(tmp_path, 2)
     os.killpg(process.pid, signal.SIGINT)
     assert ended_within(workers, 10)
     process.communicate(timeout=20)
