@@ -122,9 +122,9 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def stamps(folder: Path) -> list[Any]:
-    """What tells a checkpoint's weight files from others of the same names."""
-    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in weight_files(folder)]
+def stamps(folder: Path) -> list[tuple[str, int, int]]:
+    """What tells a checkpoint's weight files from others: of each its name, its bytes and when it was written."""
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(folder)]
 
 
 class Source(NamedTuple):
@@ -227,7 +227,7 @@ def _quantized(name: str, weight: Tensor, mode: str, divided: bool) -> dict[str,
     stem = name.removesuffix(".weight")
     mode = "int8" if stem == "output" else mode
     by_columns = divided and mode == "int8" and stem.endswith((".wo", ".w2"))
-    magnitude = largest(weight.float().abs().amax(1)) if by_columns else None
+    magnitude = largest(weight.abs().amax(1).float()) if by_columns else None
     return {f"{stem}.{part}": value for part, value in quantized(weight, mode, magnitude).items()}
 
 
@@ -339,6 +339,8 @@ class CheckpointWriter:
         tied: the model's output projection is its embedding; on disk it is left out, but for a quantized one.
         quantization: how the weights are kept: ``none`` or one of ``linear.MODES``.
         run: what decides the files' contents, the order of the weights included; None when no run can take up from this one.
+        shard_bytes: of weights in one file, unless a weight alone has more; with the weight that comes next it is all that is
+            held in memory.
     """
 
     def __init__(

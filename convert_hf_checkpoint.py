@@ -114,8 +114,9 @@ def convert(source: Path, target: Path, dtype: torch.dtype | None, quantization:
     """
     config = checkpoint.load_config(source)
     steps = steps_of(source, config)
-    run = [*checkpoint.stamps(source), str(dtype)]
-    writer = checkpoint.CheckpointWriter(target, config.tie_embeddings, quantization, run)
+    stamps = checkpoint.stamps(source)
+    shard_bytes = min(checkpoint.SHARD_BYTES, max(size for _, size, _ in stamps))
+    writer = checkpoint.CheckpointWriter(target, config.tie_embeddings, quantization, [*stamps, str(dtype)], shard_bytes)
     checkpoint.copy_side_files(source, target)
     checkpoint.stream_checkpoint(writer, steps, read_json(source / "config.json"), dtype)
 

@@ -184,7 +184,15 @@ class Int4Linear(nn.Module):
 
 def quantized(weight: Tensor, mode: str, largest: Tensor | None = None) -> dict[str, Tensor]:
     """The parameters of ``make_linear``'s layer for a floating-point weight. ``largest``: see ``Int8Linear.quantize``."""
-    return Int8Linear.quantize(weight, largest) if mode == "int8" else Int4Linear.quantize(weight, group_of(mode))
+    pieces = []
+    rows = max(1, (1 << 24) // weight.shape[1])  # some at a time: in fp32 a large weight would take much room
+    for start in range(0, weight.shape[0], rows):
+        part = weight[start : start + rows]
+        if mode == "int8":
+            pieces.append(Int8Linear.quantize(part, None if largest is None else largest[start : start + rows]))
+        else:
+            pieces.append(Int4Linear.quantize(part, group_of(mode)))
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 def group_of(mode: str) -> int:

@@ -26,7 +26,9 @@ def quantize(source: Path, target: Path, mode: str) -> None:
         with checkpoint.open_shard(path) as shard:
             read = functools.partial(checkpoint.read_part, weights, name, config)
             steps.append(checkpoint.Step(name, checkpoint.bytes_in(shard, name), read))
-    writer = checkpoint.CheckpointWriter(target, config.tie_embeddings, mode, checkpoint.stamps(source))
+    stamps = checkpoint.stamps(source)
+    shard_bytes = min(checkpoint.SHARD_BYTES, max(size for _, size, _ in stamps))
+    writer = checkpoint.CheckpointWriter(target, config.tie_embeddings, mode, stamps, shard_bytes)
     checkpoint.copy_side_files(source, target)
     checkpoint.stream_checkpoint(writer, steps, read_json(source / "config.json"), None)
 

@@ -101,3 +101,11 @@ def test_a_layer_of_16_bits_is_near_the_exact_product(dtype):
         x = random((rows, 1000), 1, dtype)
         exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
         assert (layer(x).double() - exact).abs().max() < 0.01 * exact.abs().max()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_large_weight_is_quantized_piece_by_piece_to_the_same(mode):
+    weight = random((300, 70_000)).bfloat16()  # two pieces
+    kind = Int8Linear.quantize(weight) if mode == "int8" else Int4Linear.quantize(weight, int(mode[6:]))
+    for name, value in quantized(weight, mode).items():
+        assert torch.equal(value, kind[name])
