@@ -42,9 +42,11 @@ class Text(NamedTuple):
     answer: list[int]
 
 
-def read_texts(path: Path, task: str | None, limit: int, raw: bool, tokenizer: Tokenizer) -> list[Text]:
+def read_texts(path: Path | None, task: str | None, limit: int, raw: bool, tokenizer: Tokenizer) -> list[Text]:
     """The answers to look at: a task's given ones, or rows of question and answer. Raises UserError."""
-    if task is None:
+    if path is None and (task is None or TASKS[task].needs_data):
+        raise UserError("give a JSON-lines file of questions and answers, or --task demo, which needs none")
+    if path is not None and task is None:
         rows = read_jsonl(path, question_and_answer)[:limit]
         found = [Text(r["question"], tokenizer.encode_question(r["question"], raw), tokenizer.encode(r["answer"])) for r in rows]
     else:
@@ -52,7 +54,7 @@ def read_texts(path: Path, task: str | None, limit: int, raw: bool, tokenizer: T
         found = [Text(p.turns[0], encode(tokenizer, p, task), tokenizer.encode(p.given or "")) for p in problems]
     found = [text for text in found if text.answer and text.prompt]
     if not found:
-        raise UserError(f"{path} holds no given answers")
+        raise UserError(f"{path or task} holds no given answers")
     return found
 
 
@@ -109,7 +111,7 @@ def spans(text: Text, block: Block, standard: Tensor, rule: Tensor, tokenizer: T
 
 def parse_args():
     p = Parser(description=__doc__)
-    p.add_argument("data", type=Path, help="JSON lines of question and answer, or with --task that task's data")
+    p.add_argument("data", type=Path, nargs="?", help="JSON lines of question and answer, or with --task that task's data")
     p.add_argument("--task", choices=TASKS, help="take the task's prompts and given answers")
     p.add_argument("--target", required=True, metavar="NAME", help="checkpoint that judges")
     p.add_argument("--draft", metavar="NAME", help="a draft, for the rule kl and for its probabilities on the page")
@@ -188,7 +190,11 @@ def main() -> None:
     }
     print(tables(rules), file=sys.stderr if args.json else sys.stdout)
     if args.html is not None:
-        facts = [f"target {pair.target.name}", f"rule {chosen[-1].name}", f"{len(texts)} answers from {args.data.name}"]
+        facts = [
+            f"target {pair.target.name}",
+            f"rule {chosen[-1].name}",
+            f"{len(texts)} answers from {args.data.name if args.data else args.task}",
+        ]
         write_text(args.html, page("Who would accept these answers?", facts, passages))
     if args.plot is not None:
         curves = {name: r["mean_accepted"] for name, r in rules.items()}

@@ -102,8 +102,6 @@ def parse_args():
     p.add_argument("--limit", type=int, default=50, metavar="N", help="answers (default: 50)")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")
     args = p.parse_args()
-    if args.data is None and (args.task is None or TASKS[args.task].needs_data):
-        raise UserError("give a JSON-lines file of questions and answers, or --task demo")
     if args.limit < 1:
         raise UserError(f"--limit is {args.limit}; it must be at least 1")
     return args
@@ -114,7 +112,7 @@ def main() -> None:
     pair = checkpoint.find_pair(args.target, None, args.judge)
     if checkpoint.open_source(pair.target, checkpoint.load_config(pair.target)).quantization != "none":
         raise UserError(f"{pair.target} is quantized already; compare with the checkpoint it was made from")
-    texts = read_texts(args.data or Path(), args.task, args.limit, False, pair.tokenizer)
+    texts = read_texts(args.data, args.task, args.limit, False, pair.tokenizer)
     found: dict[str, dict[str, Tensor]] = {}
     for name, (dtype, mode) in FORMS.items():
         model, _ = pair.load(checkpoint.DTYPES[dtype], quantization=mode)
