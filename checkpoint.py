@@ -474,7 +474,7 @@ def stream_checkpoint(writer: CheckpointWriter, steps: list[Step], config: dict[
         if t.is_floating_point() and not name.endswith(".scale")
         else t.nbytes
         for name, t in whole.items()
-        if name not in writer.done
+        if name not in writer.done and not (writer.tied and writer.quantization == "none" and name == "output.weight")
     )
     free = shutil.disk_usage(writer.folder).free
     if need > free:

@@ -10,7 +10,12 @@ from typing import NoReturn
 
 
 class UserError(Exception):
-    """A mistake of the user's: told in one line that names the value and what would be right; exit status 2."""
+    """A mistake of the user's: told in one line that names the value and what would be right; exit status 2.
+
+    ``shared``: where several ranks run all of them see it, so that only the first on each machine tells it.
+    """
+
+    shared = True
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,8 +38,8 @@ def run_cli(main: Callable[[], None]) -> None:
         sys.stdout.flush()
     except UserError as error:
         line = " ".join(str(error).split())
-        if os.environ.get("RANK", "0") == "0":  # of several ranks, which all know, the first tells it
-            print(f"error: {line}", file=sys.stderr)
+        if not error.shared or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {line}", file=stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(file=sys.stderr)  # leave the shell's prompt on a line of its own
@@ -47,7 +52,7 @@ def run_cli(main: Callable[[], None]) -> None:
         if error.filename is None:
             sys.stderr = stderr
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename}: {error.strerror}", file=stderr)
         sys.exit(2)
     except Exception:
         sys.stderr = stderr

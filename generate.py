@@ -256,6 +256,8 @@ def main() -> None:
 
 def run(args: argparse.Namespace, ranks: Ranks) -> None:
     """Do what the command line asks, as one of the ranks."""
+    if args.draft_tp is not None and args.draft is None:
+        raise UserError(f"--draft-tp {args.draft_tp} needs a --draft")
     if args.draft_tp not in (None, 1, ranks.size):
         choices = f"1 or {ranks.size}, the number of ranks" if ranks.size > 1 else "1, for there is one rank (torchrun starts more)"
         raise UserError(f"--draft-tp is {args.draft_tp}; it must be {choices}")

@@ -211,9 +211,10 @@ def load_head(path: Path) -> Head:
         raw = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"no judge head at {path}") from None
-    except Exception as error:  # damaged pickles fail in any way
-        why = (str(error) or "it is empty").splitlines()[0]
-        raise UserError(f"{path} can't be read as a judge head: {why}") from None
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
+    except Exception:  # damaged pickles fail in any way, and what they say is of no help
+        raise UserError(f"{path} is damaged, or not a judge head (made by scripts/train_judge.py)") from None
     if not isinstance(raw, dict) or raw.pop("format", None) != "judge-head-1":
         raise UserError(f"{path} is not a judge head (made by scripts/train_judge.py)")
     try:

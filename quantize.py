@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="new checkpoint folder (default: beside it, with the mode added)")
     args = parser.parse_args()
     source = checkpoint.find_checkpoint(args.checkpoint)
+    source = source if source.name not in ("", "..") else source.resolve()
     quantize(source, args.out or source.with_name(f"{source.name}-{args.mode}"), args.mode)
 
 

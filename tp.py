@@ -263,7 +263,9 @@ class Watch:
                 self.store.set(f"beat/{self.ranks.rank}", str(beat))
                 for rank, (last, when) in seen.items():
                     now = self.store.get(f"beat/{rank}").decode() if self.store.check([f"beat/{rank}"]) else ""
-                    if now != last or now == "done":
+                    if now == "failed" and rank != self.ranks.rank:
+                        self._end(self.store.get(f"name/{rank}").decode())
+                    elif now != last or now == "done":
                         seen[rank] = (now, time.monotonic())
                     elif time.monotonic() - when > SILENCE_S:
                         self._end(self.store.get(f"name/{rank}").decode() if self.store.check([f"name/{rank}"]) else f"rank {rank}")
@@ -275,12 +277,24 @@ class Watch:
         print(f"error: {who} is gone; rank {self.ranks.rank} ends too", file=sys.__stderr__, flush=True)
         os._exit(1)
 
-    def close(self) -> None:
-        """Say that this rank has done its work; the others go on."""
+    def all_say(self, message: str) -> bool:
+        """Whether every rank ends with this message: they have two seconds to say so."""
+        with suppress(dist.DistError):  # who holds the store has heard all, and is gone
+            self.store.set(f"error/{self.ranks.rank}", message)
+            keys, limit = [f"error/{rank}" for rank in range(self.ranks.size)], time.monotonic() + 2
+            while not self.store.check(keys):
+                if time.monotonic() > limit:
+                    return False
+                time.sleep(0.05)
+            return all(self.store.get(key).decode() == message for key in keys)
+        return True
+
+    def close(self, end: str = "done") -> None:
+        """Say that this rank has done its work, and the others go on, or that it ``failed``, and they end."""
         self.stopped.set()
         self.thread.join()
         with suppress(dist.DistError):  # the others may have been done before, and have taken the store with them
-            self.store.set(f"beat/{self.ranks.rank}", "done")
+            self.store.set(f"beat/{self.ranks.rank}", end)
 
 
 _watch: Watch | None = None
@@ -300,9 +314,9 @@ def start(device: str) -> Ranks:
         return Ranks()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
-        here = torch.cuda.device_count()
-        if local >= here:
-            raise UserError(f"rank {local} of this machine has no GPU: there are {here}; lower --nproc_per_node")
+        here, wanted = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if wanted > here:  # as every rank of this machine finds
+            raise UserError(f"{wanted} ranks on a machine with {here} GPUs; lower --nproc_per_node")
         torch.cuda.set_device(local)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for another in a collective would not hear of Ctrl-C
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(minutes=5))))
@@ -337,14 +351,22 @@ def _use_symmetric_memory() -> None:
 
 @contextmanager
 def ranks_of(device: str) -> Iterator[Ranks]:
-    """``start``, and an orderly end. A collective that fails waits for the watch to name the rank that failed it."""
+    """``start``, and an orderly end. A rank that fails by itself ends the others; where a collective failed, the watch has
+    time to name the rank that failed it."""
+    ranks = start(device)
+    if _watch is None:
+        yield ranks
+        return
     try:
-        yield start(device)
-    except RuntimeError:
-        if _watch is not None:
+        yield ranks
+    except BaseException as error:
+        if isinstance(error, UserError):
+            error.shared = _watch.all_say(str(error))
+            _watch.close("done" if error.shared else "failed")
+            raise
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error)):
             time.sleep(SILENCE_S + 4 * BEAT_S)
+        _watch.close("failed")
         raise
-    finally:
-        if _watch is not None:
-            _watch.close()
-            dist.destroy_process_group()
+    _watch.close()
+    dist.destroy_process_group()

@@ -116,7 +116,8 @@ def parse_args():
     p.add_argument("--target", required=True, metavar="NAME", help="checkpoint that judges")
     p.add_argument("--draft", metavar="NAME", help="a draft, for the rule kl and for its probabilities on the page")
     p.add_argument("--judge", type=Path, metavar="FILE", help="judge head")
-    p.add_argument("--rules", default="standard", metavar="LIST", help="of standard, judge[:δ], topk[:K], typical[:ε], kl[:τ]")
+    p.add_argument("--rules", metavar="LIST",
+                   help="of standard, judge[:δ], topk[:K], typical[:ε], kl[:τ] (default: standard; judge with a head)")  # fmt: skip
     p.add_argument("--limit", type=int, default=100, metavar="N", help="answers (default: 100)")
     p.add_argument("--raw", action="store_true", help="the questions are whole prompts: no chat template")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="default: bfloat16")
@@ -127,6 +128,7 @@ def parse_args():
     args = p.parse_args()
     if args.limit < 1:
         raise UserError(f"--limit is {args.limit}; it must be at least 1")
+    args.rules = args.rules or ("standard" if args.judge is None else "standard,judge")
     if args.raw and args.task:
         raise UserError(f"--raw has no meaning with --task {args.task}, which knows whether its prompts are raw")
     check_writable("--html", args.html)

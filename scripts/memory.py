@@ -66,14 +66,15 @@ def part(config: Config, ranks: Ranks, quantization: str, dtype: torch.dtype, le
 def plan(args) -> dict[str, int]:
     """Bytes a rank holds, by what they are for. Raises UserError where the models don't divide, or their context is too short."""
     ranks, dtype, M = Ranks(0, args.nproc), checkpoint.DTYPES[args.dtype], args.draft_len if args.draft else 0
-    length = cache_length(args.context + M)
+    names = {"target": args.target} | ({"draft": args.draft} if args.draft else {})
+    found = {who: find_shape(name) for who, name in names.items()}
+    room = min(config.max_seq_len for config, _ in found.values())
+    context = min(8192, room) if args.context is None else args.context
+    if context > room:
+        raise UserError(f"--context is {context}; there is room for {room}")
+    length = cache_length(context + M)
     rows = {}
-    for who, name in (("target", args.target), ("draft", args.draft)):
-        if name is None:
-            continue
-        config, folder = find_shape(name)
-        if args.context > config.max_seq_len:
-            raise UserError(f"--context is {args.context}; {name} has room for {config.max_seq_len}")
+    for who, (config, folder) in found.items():
         kept = checkpoint.open_source(folder, config).quantization if folder is not None else "none"
         mine = ranks if who == "target" or args.draft_tp != 1 else Ranks()
         p = part(config, mine, args.quantize if kept == "none" else kept, dtype, length, M + 1, who == "target" and M > 0)
@@ -92,13 +93,13 @@ def parse_args():
     p.add_argument("--quantize", choices=["none", *MODES], default="none", help="weights of both models (default: none)")
     p.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks (default: 1)")
     p.add_argument("--draft-tp", type=int, choices=[1], help="1: each rank holds the whole draft")
-    p.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of prompt and answer (default: 8192)")
+    p.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer (default: 8192 or the context)")
     p.add_argument("--draft-len", type=int, default=25, metavar="M", help="tokens drafted a round (default: 25)")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="default: bfloat16")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")
     args = p.parse_args()
     for name in ("nproc", "context", "draft_len"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     return args
 

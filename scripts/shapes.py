@@ -37,10 +37,10 @@ ROWS: dict[str, tuple] = {
 def shape(name: str) -> Config:
     """A known model's configuration. Raises KeyError for a name that isn't in the table."""
     architecture, dim, layers, heads, kv_heads, ffn, vocabulary, context, theta, tied, *head_dim = ROWS[name]
+    scaling = {**LLAMA31, "factor": 32.0 if "3.2" in name else 8.0} if name.startswith("llama-3") else {}
     return Config(
         f"{architecture}ForCausalLM", dim, layers, heads, kv_heads, head_dim[0] if head_dim else dim // heads, ffn, vocabulary,
-        context, 1e-5, theta, LLAMA31 if name.startswith("llama-3") else {}, tied, qkv_bias=architecture == "Qwen2",
-        qk_norm=architecture == "Qwen3",
+        context, 1e-5, theta, scaling, tied, qkv_bias=architecture == "Qwen2", qk_norm=architecture == "Qwen3",
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from test_cli import write_tokenizer
 import checkpoint
 import tp
 from engine import Engine, Sampling
-from errors import UserError
+from errors import UserError, run_cli
 from judge import Head
 from model import Config, Reader, Transformer
 from tp import Ranks
@@ -85,12 +85,16 @@ def as_rank(rank, size, port, work, results):
     """What a forked process does: join the others, work, and send the result home."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost",
                    "MASTER_PORT": str(port)}  # fmt: skip
-    with tp.ranks_of("cpu") as ranks:
-        results.put((rank, work(ranks)))
+
+    def main():
+        with tp.ranks_of("cpu") as ranks:
+            results.put((rank, work(ranks)))
+
+    run_cli(main)
 
 
-def on_ranks(size, work):
-    """``work(ranks)`` on each of ``size`` forked ranks, in their order."""
+def fork_ranks(size, work):
+    """Forked ranks, with nothing like torchrun's agent that would look after them, and their results."""
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -99,6 +103,12 @@ def on_ranks(size, work):
     processes = [context.Process(target=as_rank, args=(rank, size, port, work, results)) for rank in range(size)]
     for process in processes:
         process.start()
+    return processes, results
+
+
+def on_ranks(size, work):
+    """``work(ranks)`` on each of ``size`` forked ranks, in their order."""
+    processes, results = fork_ranks(size, work)
     found = dict(results.get(timeout=300) for _ in processes)
     for process in processes:
         process.join()
@@ -156,6 +166,44 @@ def test_what_doesnt_divide_is_refused_with_the_numbers(folders):
     assert tp.obstacles(three, 4) == ["6 key/value heads"]
     with torch.device("meta"), pytest.raises(UserError, match="64 feed-forward columns in groups of 32"):
         Transformer(Config.from_hf(hf_config("llama3", **SHAPE)), Ranks(0, 4), "int4-g32")
+
+
+def die(ranks):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stumble(ranks):
+    raise ValueError("out of luck")
+
+
+def find_a_mistake(ranks):
+    raise UserError("this copy is cut short")
+
+
+@pytest.mark.parametrize("fate, own, words", [
+    (die, -signal.SIGKILL, ""), (stumble, 1, "ValueError: out of luck"), (find_a_mistake, 2, "error: this copy is cut short"),
+])  # fmt: skip
+def test_without_torchrun_too_a_rank_that_fails_ends_the_others(fate, own, words, capfd):
+    def work(ranks):
+        if ranks.rank == 1:
+            fate(ranks)
+        time.sleep(60)  # as in a collective that doesn't notice
+
+    processes, _ = fork_ranks(3, work)
+    start = time.monotonic()
+    for process in processes:
+        process.join(timeout=40)
+    assert [process.exitcode for process in processes] == [1, own, 1] and time.monotonic() - start < 30
+    err = capfd.readouterr().err
+    assert len(re.findall(r"error: rank 1 \(host .*\) is gone; rank [02] ends too", err)) >= 1 and words in err
+
+
+def test_a_mistake_that_all_ranks_find_is_told_once(capfd):
+    processes, _ = fork_ranks(3, find_a_mistake)
+    for process in processes:
+        process.join(timeout=40)
+    assert [process.exitcode for process in processes] == [2, 2, 2]
+    assert capfd.readouterr().err.count("error: ") == 1
 
 
 PUBLISHED = ("generate.py", "--draft", "8B", "--target", "405B", "--judge", "head.pt")
