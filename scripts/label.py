@@ -22,16 +22,19 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 from tasks import TASKS, Problem, encode, question_and_answer, read_problems
+from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
-from engine import TARGET, Engine, Sampling, generate, match_vocabulary
+from engine import TARGET, Sampling, draw, match_vocabulary, warp
 from errors import Parser, UserError, run_cli
 from files import append_jsonl, check_writable, read_jsonl, resume_jsonl, write_jsonl, write_text
 from judge import IGNORE, RIGHT, WRONG, Labelled, Tuple, log_probabilities, parse_tuple, span_labels, token_spans
-from model import Reader, Transformer
+from model import Reader, Transformer, common_length
 from page import Passage, Span, page, token_texts
 from tokenizer import Output, Tokenizer
+
+REALIGN = 16  # tokens to look through for where an earlier answer goes on
 
 
 class Labels(NamedTuple):
@@ -50,21 +53,40 @@ class Miner:
         self, args: argparse.Namespace, target: Transformer, draft: Transformer, tokenizer: Tokenizer, cap: int, max_len: int
     ) -> None:
         self.args, self.target, self.draft, self.tokenizer, self.cap = args, target, draft, tokenizer, cap
-        sampling = Sampling(args.temperature, seed=args.seed)
-        self.engine = Engine(
-            target, draft, draft_len=args.draft_len, sampling=sampling, max_len=max_len, compile=not args.no_compile
-        )  # fmt: skip
-        self.engine.warm_up()
-        self.draft_reader = Reader(draft, max_len)
-        self.target_reader = Reader(target, max_len) if args.method == "likelihood" else None
+        self.sampling = Sampling(args.temperature, seed=args.seed)
+        self.sampling.check()
+        self.target_reader, self.draft_reader = Reader(target, max_len), Reader(draft, max_len)
 
-    def finish(self, problem: Problem, prompt: list[int], start: list[int]) -> tuple[list[int], str]:
-        """An answer that begins with the tokens ``start`` and goes on as the target would: ids, a stop token included, and text."""
-        output = Output(self.tokenizer, self.cap, problem.stop)
-        if not output.add(start, [TARGET] * len(start)):
-            generate(self.engine, prompt + start, output)
+    def finish(self, problem: Problem, prompt: list[int], start: list[int], earlier: list[int] = []) -> tuple[list[int], str]:
+        """An answer that begins with the tokens ``start`` and goes on as the target would: ids, a stop token included, and text.
+
+        An answer with another token in it mostly goes on like the ``earlier`` one without. So the target reads that one's next
+        tokens too, says its own at each place, and all of it up to the first that differs was worth one pass. The guesses
+        don't change what comes out: each place has its own draw.
+        """
+        output, tokens, at, reach = Output(self.tokenizer, self.cap, problem.stop), list(start), len(start), 1
+        generator = torch.Generator().manual_seed(self.sampling.seed)
+        uniform = torch.rand(self.cap, generator=generator).to(self.target_reader.hidden.device)
+        ended = output.add(tokens, [TARGET] * len(tokens))
+        while not ended:
+            guess = earlier[at : at + min(reach, self.cap - len(tokens) - 1)]
+            said = self.said_by_target(prompt, [*tokens, *guess], uniform[len(tokens) :], len(guess) + 1)
+            n = common_length(guess, said)
+            tokens += said[: n + 1]
+            ended = output.add(said[: n + 1], [TARGET] * (n + 1))
+            at, reach = at + n + 1, 2 * reach + 1
+            if earlier[at - 1 : at] != said[n : n + 1]:  # find the place again: right behind, or where this token comes next
+                at, reach = (earlier.index(said[n], at) + 1 if said[n] in earlier[at : at + REALIGN] else at), 1
         stop = [output.stopped_by] if output.stopped_by is not None else []
         return output.tokens + stop, output.text
+
+    @torch.inference_mode()
+    def said_by_target(self, prompt: list[int], answer: list[int], uniform: Tensor, n: int) -> list[int]:
+        """What the target says at the last n places of an answer and behind it: n tokens, drawn with uniform [>= n] if at all."""
+        logits = warp(self.target.logits(self.target_reader.read(prompt + answer)[-n:])[0], self.sampling)
+        if self.sampling.temperature == 0:
+            return logits.argmax(-1).tolist()
+        return [int(draw(row, uniform[i : i + 1])) for i, row in enumerate(logits.softmax(-1))]
 
     def drafted(self, prompt: list[int], answer: list[int]) -> list[int]:
         """What the draft would say in place of each token of an answer, greedily."""
@@ -80,16 +102,13 @@ class Miner:
         if not problem.is_right(text):
             return None
         harmless, alternatives, place = set[int](), list[tuple[int, int, int]](), 0
-        while place < len(answer):
-            said = self.drafted(prompt, answer)
-            place = next((i for i in range(place, len(answer)) if said[i] != answer[i]), len(answer))
-            if place == len(answer):
-                break
-            other, text = self.finish(problem, prompt, answer[:place] + [said[place]])
+        said = self.drafted(prompt, answer)
+        while (place := next((i for i in range(place, len(answer)) if said[i] != answer[i]), len(answer))) < len(answer):
+            other, text = self.finish(problem, prompt, answer[:place] + [said[place]], answer)
             if not problem.is_right(text):
                 alternatives.append((place, said[place], WRONG))
             elif other[place : place + 1] == [said[place]]:
-                answer = other
+                answer, said = other, self.drafted(prompt, other)
                 harmless.add(place)
             else:  # the token begins a stop text: the answer ends here
                 answer = answer[:place]
@@ -100,7 +119,6 @@ class Miner:
     @torch.inference_mode()
     def likelihood(self, problem: Problem, prompt: list[int]) -> Labels | None:
         """Labels of the draft's tokens by how likely the target finds them and the next tokens of the answer after them."""
-        assert self.target_reader is not None
         if self.args.given:
             assert problem.given is not None
             answer = self.tokenizer.encode(problem.given)
@@ -317,12 +335,10 @@ def parse_args() -> argparse.Namespace:
         auto.add_argument("--data", type=Path, metavar="FILE", help="the task's JSON-lines file")
         auto.add_argument("--limit", type=int, default=100, metavar="N", help="questions (default: 100)")
         auto.add_argument("--draft", required=True, metavar="NAME", help="the draft that will be judged")
-        auto.add_argument("--draft-len", type=int, default=8, metavar="M", help="tokens drafted a round (default: 8)")
         auto.add_argument("--temperature", type=float, default=0.0, help="of the target's answers (default: 0, greedy)")
         auto.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
         auto.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="default: bfloat16")
         auto.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-        auto.add_argument("--no-compile", action="store_true", help="run the blocks uncompiled")
     auto.add_argument("--threshold", type=float, default=2.0, metavar="X",
                       help="likelihood that may be lost, in nats, over the token and what follows (default: 2)")  # fmt: skip
     auto.add_argument("--window", type=int, default=20, metavar="N", help="tokens that follow (default: 20)")

@@ -26,7 +26,7 @@ PROMPTS = [[1, 300 + i, 41 * i + 7, 55] for i in range(6)]
 
 
 def miner(method, draft_vocab=640, **options):
-    settings = {"method": method, "temperature": 0.0, "seed": 0, "draft_len": 4, "no_compile": True, "given": False, "window": 5,
+    settings = {"method": method, "temperature": 0.0, "seed": 0, "given": False, "window": 5,
                 "threshold": 3.0}  # fmt: skip
     target, draft = tiny(vocab_size=640), tiny(seed=1, vocab_size=draft_vocab, num_hidden_layers=2)
     return label.Miner(argparse.Namespace(**settings | options), target, draft, TOKENIZER, CAP, 64)
@@ -70,6 +70,28 @@ def test_mining_equals_the_naive_algorithm():
         assert found.labels == [RIGHT if i in harmless else IGNORE for i in range(len(answer))]
         found_labels += [RIGHT] * len(harmless) + [WRONG] * len(matters)
     assert found_labels.count(RIGHT) > 10 and found_labels.count(WRONG) > 10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_guesses_from_an_earlier_answer_change_nothing_but_the_passes(temperature, monkeypatch):
+    m = miner("mine", temperature=temperature)
+    calls, read = [], m.target_reader.read
+    monkeypatch.setattr(m.target_reader, "read", lambda text: calls.append(text) or read(text))
+
+    def finish(*args):
+        calls.clear()
+        return m.finish(PROBLEM, *args), len(calls)
+
+    for prompt in PROMPTS:
+        whole, _ = finish(prompt, [])
+        assert finish(prompt, [], whole[0]) == (whole, 4)  # of 2, 4, 8 and 10 tokens
+        for start in (whole[0][:4], [7, *whole[0][:3]]):
+            slow, passes = finish(prompt, start)
+            assert passes == CAP - len(start)
+            for earlier in (slow[0], slow[0][3:], slow[0][:7] + [9, 9] + slow[0][7:], slow[0][:7] + slow[0][8:]):
+                fast, passes = finish(prompt, start, earlier)
+                assert fast == slow
+            assert passes < CAP - len(start)  # the last lacks a token, and is found again behind it
 
 
 def test_likelihood_equals_the_naive_sum():
@@ -122,7 +144,7 @@ def command(*argv):
 
 def automatic(method, out, *more):
     return command(method, "--task", "demo-train", "--limit", "2", "--target", "demo/target", "--draft", "demo/draft", "--dtype",
-                   "float32", "--no-compile", "--out", str(out), *more)  # fmt: skip
+                   "float32", "--out", str(out), *more)  # fmt: skip
 
 
 def test_an_interrupted_run_goes_on_and_gives_the_same_file(tmp_path):
