@@ -44,6 +44,23 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
+@torch.library.custom_op("engine::int8_linear", mutates_args=())
+def int8_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, D_in] times an int8 weight [D_out, D_in], steps left out, on a CPU. Returns fp32.
+
+    An op of its own, since inductor (2.13) fails to compile PyTorch's int8 kernel where it would fuse what x is made by.
+    """
+    if x.dtype != torch.bfloat16 or x.shape[0] > 8:
+        return wide_linear(x, weight)
+    ones = torch.ones(weight.shape[0], dtype=x.dtype)  # the kernel takes steps in x's dtype only, which would round ours
+    return torch._weight_int8pack_mm(x, weight, ones).float()
+
+
+@int8_linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+
+
 def n_rows(x: Tensor) -> int:
     """T of x [..., D]."""
     return x.shape[:-1].numel()
@@ -97,12 +114,8 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
             out = F.linear(x, self.weight.to(x.dtype)) * self.scale
-        elif x.dtype == torch.bfloat16 and n_rows(x) <= 8:
-            # scales of 1: the kernel takes them in x's dtype only, which would round ours
-            ones = torch.ones(self.out_features, dtype=x.dtype)
-            out = torch._weight_int8pack_mm(x.flatten(0, -2), self.weight, ones).unflatten(0, x.shape[:-1]) * self.scale
         else:
-            out = wide_linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]) * self.scale
+            out = int8_linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]) * self.scale
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
     def with_judge(self, row: Tensor, n: int) -> Int8Linear:

@@ -7,7 +7,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from conftest import hf_config, tiny
+from conftest import ROOT, hf_config, tiny
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -208,3 +208,15 @@ def test_a_full_disk_is_told_before_or_leaves_nothing_that_loads(tmp_path, monke
         checkpoint.load_model(tmp_path / "b", torch.float32)
     stream(tmp_path / "b", "int8")
     checkpoint.load_model(tmp_path / "b", torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4-g32"])
+def test_compiled_blocks_compute_the_same_in_fewer_bits(mode):
+    model = checkpoint.load_model(ROOT / "demo" / "draft", torch.bfloat16, quantization=mode)
+    model.compile_blocks(dynamic=True)
+    cache = model.new_cache(128)
+    with torch.inference_mode():
+        for rows in (1, 9):
+            ids = torch.arange(rows) + 40
+            plain, compiled = (model.step(ids, torch.arange(rows), cache, 128, compiled=c).float() for c in (False, True))
+            assert (plain - compiled).abs().max() < 0.05 * plain.abs().max()
