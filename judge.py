@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -456,11 +457,39 @@ class Operating(NamedTuple):
     kept: float  # right tokens that are accepted
 
 
+def n_parts(labels: Tensor, questions: Tensor) -> int:
+    """Into how many parts the questions are divided to be held out in turn: ten, where there are as many with a mistake."""
+    return min(10, max(1, len(questions[labels == WRONG].unique())))
+
+
+def train_heads(states: Tensor, labels: Tensor, questions: Tensor, **options: Any) -> TrainResult:
+    """The mean of ten heads of ``train_head``, each with another tenth of the questions held out.
+
+    Every token is scored by the one head that hasn't seen its question, so all mistakes there are serve to choose δ by.
+
+    Raises:
+        UserError: as ``train_head``.
+    """
+    results, failure = list[TrainResult](), None
+    for part in range(n_parts(labels, questions)):
+        try:
+            results.append(train_head(states, labels, questions, part=part, **options))
+        except UserError as error:  # a part without a right token, where there are few
+            failure = error
+    if not results:
+        assert failure is not None
+        raise failure
+    right, wrong = (torch.cat(scores).sort().values for scores in ([r.right for r in results], [r.wrong for r in results]))
+    weight, bias = torch.stack([r.weight for r in results]).mean(0), statistics.mean(r.bias for r in results)
+    return TrainResult(weight, bias, round(statistics.mean(r.epochs for r in results)), right, wrong)
+
+
 def train_head(
     states: Tensor,
     labels: Tensor,
     questions: Tensor,
     seed: int = 0,
+    part: int = 0,
     lr: float = 1e-4,
     weight_decay: float = 0.1,
     batch: int = 128,
@@ -475,6 +504,7 @@ def train_head(
 
     Args:
         states: [N, D] fp32; labels: [N], RIGHT or WRONG; questions: [N], whose answer a token comes from.
+        part: which tenth is held out, below ``n_parts``.
 
     Raises:
         UserError: there are too few right or wrong tokens to learn from some and to test on others.
@@ -482,9 +512,12 @@ def train_head(
     generator = torch.Generator().manual_seed(seed)
     with_mistake = questions[labels == WRONG].unique()
     without = questions[~torch.isin(questions, with_mistake)].unique()
-    held = [part[torch.randperm(len(part), generator=generator)[: math.ceil(len(part) / 10)]] for part in (with_mistake, without)]
+    held = [
+        kind[torch.randperm(len(kind), generator=generator).tensor_split(n_parts(labels, questions))[part]]
+        for kind in (with_mistake, without)
+    ]
     held_out = torch.isin(questions, torch.cat(held))
-    counts = [int((labels[part] == label).sum()) for part in (held_out, ~held_out) for label in (RIGHT, WRONG)]
+    counts = [int((labels[side] == label).sum()) for side in (held_out, ~held_out) for label in (RIGHT, WRONG)]
     if not all(counts):
         raise UserError(
             f"a head needs right and wrong tokens of at least two questions; here are {int((labels == RIGHT).sum())} right and "

@@ -34,7 +34,7 @@ from judge import (
     labels_of,
     read_labels,
     read_states,
-    train_head,
+    train_heads,
 )
 from model import Transformer
 
@@ -57,7 +57,10 @@ def cached_states(path: Path, key: str, model: Transformer, examples: list[Examp
 
 def report(result: TrainResult, recall: float, threshold: float) -> str:
     """What the head does on the held-out questions, as text."""
-    lines = [f"held-out questions: {len(result.right)} right and {len(result.wrong)} wrong tokens, AUC {result.auc:.3f}", ""]
+    lines = [
+        f"questions a head hasn't seen: {len(result.right)} right and {len(result.wrong)} wrong tokens, AUC {result.auc:.3f}",
+        "",
+    ]
     lines += ["| δ | mistakes stopped | stopped that are mistakes | right tokens kept |", "| --- | --- | --- | --- |"]
     for row in sorted(result.at(x) for x in {*THRESHOLDS, threshold}):
         chosen = f" (chosen: stops {recall:.0%} of the mistakes)" if row.threshold == threshold else ""
@@ -111,7 +114,7 @@ def main() -> None:
     model, _ = pair.load(checkpoint.DTYPES[args.dtype], args.device)
     states = cached_states(path, key, model, examples)
     labels, questions = labels_of(examples)
-    result = train_head(as_features(model, states, args.kind), labels, questions, seed=args.seed, lr=args.lr)
+    result = train_heads(as_features(model, states, args.kind), labels, questions, seed=args.seed, lr=args.lr)
     threshold = result.threshold_for(args.recall)
     Head(result.weight, result.bias, args.kind, pair.target.name, mark, threshold, args.label_rule, args.floor).save(args.out)
     print(f"{len(labels)} tokens, {int((labels == WRONG).sum())} of them wrong; {result.epochs} epochs\n"

@@ -304,10 +304,26 @@ def test_even_a_few_mistakes_are_on_both_sides_of_the_split(n_wrong):
         assert 0 <= result.threshold_for(0.9) <= 1 and result.calibration()
 
 
+@pytest.mark.parametrize("n_wrong", [2, 3, 23])
+def test_every_token_is_scored_by_a_head_that_has_not_seen_its_question(n_wrong, monkeypatch):
+    states, labels, questions = separable(23, n_wrong)
+    states = torch.cat((states, torch.nn.functional.one_hot(questions).float()), 1)  # a head can learn each question by heart
+    parts, train = [], judge.train_head
+    monkeypatch.setattr(judge, "train_head", lambda *args, **options: parts.append(train(*args, **options)) or parts[-1])
+    result = judge.train_heads(states, labels, questions, lr=1e-2, max_epochs=3)
+    assert len(parts) == min(10, n_wrong)
+    assert len(result.wrong) == n_wrong and len(result.right) == len(labels) - n_wrong
+    assert torch.allclose(result.weight, sum(p.weight for p in parts) / len(parts))
+    unseen = [p.weight[4:] == 0 for p in parts]  # a column that was always 0 in training got no weight
+    assert torch.stack(unseen).sum(0).tolist() == [1] * 23
+
+
 @pytest.mark.parametrize("n_wrong", [0, 1])
 def test_too_few_mistakes_are_told(n_wrong):
     with pytest.raises(UserError, match="at least two questions"):
         judge.train_head(*separable(20, n_wrong))
+    with pytest.raises(UserError, match="at least two questions"):
+        judge.train_heads(*separable(20, n_wrong))
 
 
 def test_answers_without_a_label_are_told():
