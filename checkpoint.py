@@ -300,7 +300,7 @@ class Pair:
             same("draft", fingerprint(self.draft) if self.draft is not None else "none")
         model = load_model(self.target, dtype, device, world(), quantization)
         if self.head is not None:
-            model.fuse_judge(self.head.weight.to(device), self.head.bias, self.head.kind, self.head.floor)
+            model.fuse_judge(self.head.weight, self.head.bias, self.head.kind, self.head.floor)
         if self.draft is None:
             return model, None
         return model, load_model(self.draft, dtype, device, Ranks() if whole_draft else world(), quantization)

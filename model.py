@@ -374,7 +374,7 @@ class Transformer(nn.Module):
         Raises:
             UserError: the final norm has a zero weight where a ``pre_norm`` head needs to look.
         """
-        row = weight.float()
+        row = weight.to(self.norm.weight.device, torch.float32)
         if kind == "pre_norm":
             gain = self.norm.weight.detach().float()
             if bool(((gain == 0) & (row != 0)).any()):

@@ -12,6 +12,7 @@ then everyone's (``agree``).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import signal
@@ -202,12 +203,30 @@ def largest(x: Tensor) -> Tensor:
     return x
 
 
+_store: dist.Store | None = None  # the rendezvous, once ``start`` has joined it
+_questions = itertools.count()
+
+
 def told(ask: Callable[[], Any]) -> Any:
-    """What ``ask`` gives on rank 0, which alone is asked, on every rank."""
+    """What ``ask`` gives on rank 0, which alone is asked, on every rank; a UserError too. It may take any time."""
     if not dist.is_initialized():
         return ask()
-    box = [ask() if dist.get_rank() == 0 else None]
+    value = mistake = None
+    key = f"told/{next(_questions)}"
+    if dist.get_rank() == 0:
+        try:
+            value = ask()
+        except UserError as error:
+            mistake = str(error)
+    if _store is not None:  # a collective would wait ten minutes and give up: people think longer
+        if dist.get_rank() == 0:
+            _store.set(key, "")
+        while not _store.check([key]):
+            time.sleep(0.02)
+    box = [value, mistake]
     dist.broadcast_object_list(box, 0)
+    if box[1] is not None:
+        raise UserError(box[1])
     return box[0]
 
 
@@ -308,7 +327,7 @@ def start(device: str) -> Ranks:
     Raises:
         UserError: more processes on this machine than CUDA devices.
     """
-    global _watch
+    global _watch, _store
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Ranks()
@@ -324,6 +343,7 @@ def start(device: str) -> Ranks:
         "nccl" if device == "cuda" else "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size,
         timeout=timedelta(minutes=10), device_id=torch.device(device, local) if device == "cuda" else None,
     )  # fmt: skip
+    _store = dist.PrefixStore("told", store)
     _watch = Watch(dist.PrefixStore("watch", store), Ranks(rank, size))
     if rank:
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the process's end)

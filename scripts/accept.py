@@ -31,6 +31,7 @@ from judge import Block, log_probabilities, verdict
 from model import Reader, Transformer
 from page import Passage, Span, describe, page, token_texts
 from tokenizer import Tokenizer
+from tp import Ranks, ranks_of, together
 
 LONGEST_BLOCK = 40
 PLACES = 8  # parts of an answer whose acceptance is shown apart
@@ -164,7 +165,14 @@ def tables(rules: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     args = parse_args()
-    pair = checkpoint.find_pair(args.target, args.draft, args.judge)
+    with ranks_of(args.device) as ranks:
+        run(args, ranks)
+
+
+def run(args, ranks: Ranks) -> None:
+    """Read the answers, as one of the ranks; rank 0 writes the files."""
+    with together():
+        pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     chosen = choose(args, pair)
     texts = read_texts(args.data, args.task, args.limit, args.raw, pair.tokenizer)
     longest = max(len(t.prompt) + len(t.answer) for t in texts)
@@ -190,6 +198,8 @@ def main() -> None:
         }
         for name, rows in flags.items()
     }
+    if ranks.rank:
+        return
     print(tables(rules), file=sys.stderr if args.json else sys.stdout)
     if args.html is not None:
         facts = [

@@ -30,6 +30,7 @@ from files import append_jsonl, check_writable, resume_jsonl, write_jsonl
 from generate import DEMO
 from judge import RULES, Head, check_threshold, default_threshold
 from tokenizer import Output, Tokenizer
+from tp import Ranks, ranks_of, together, told
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def answer(engine: Engine, tokenizer: Tokenizer, problem: Problem, task: str) ->
     ms = {k: sum(now.ms.get(k, 0.0) for run in runs for now in run.rounds) for k in ("draft", "verify", "other")}
     texts = [run.output.text for run in runs]
     return {
-        "right": problem.is_right(texts[-1]) if problem.is_right is not None else None, "texts": texts,
+        "right": told(lambda: problem.is_right(texts[-1])) if problem.is_right is not None else None, "texts": texts,
         "new_tokens": sum(len(run.output.tokens) for run in runs), "rounds": sum(len(run.rounds) for run in runs),
         "accepted": sum(run.accepted(STANDARD) + run.accepted(RULE) for run in runs),
         "by_rule": sum(run.accepted(RULE) for run in runs), "decode_s": sum(run.decode_s for run in runs), "ms": ms,
@@ -165,16 +166,18 @@ def read_done(out: Path | None, signature: dict[str, Any]) -> dict[tuple[str, st
     Raises:
         UserError: the file is another run's.
     """
-    if out is None:
-        return {}
 
     def check(rows: list[dict[str, Any]]) -> None:
         if rows and rows[0] != signature:
             raise UserError(f"{out} holds answers of another run ({json.dumps(rows[0])}); choose another --out")
 
-    rows = resume_jsonl(out, check)
-    if not rows:
-        write_jsonl(out, [signature])
+    def rows_of(path: Path) -> list[dict[str, Any]]:
+        rows = resume_jsonl(path, check)
+        if not rows:
+            write_jsonl(path, [signature])
+        return rows
+
+    rows = [] if out is None else told(lambda: rows_of(out))
     return {(r["rule"], r["problem"]): r for r in rows[1:]}
 
 
@@ -262,8 +265,15 @@ def build_engines(args, contenders: list[Contender], max_len: int, pair: checkpo
 
 def main() -> None:
     args = parse_args()
+    with ranks_of(args.device) as ranks:
+        run(args, ranks)
+
+
+def run(args, ranks: Ranks) -> None:
+    """Answer the problems, as one of the ranks; rank 0 writes the files."""
     problems = read_problems(args.task, args.data, args.limit)
-    pair = checkpoint.find_pair(args.target, args.draft)
+    with together():
+        pair = checkpoint.find_pair(args.target, args.draft)
     heads = {path.stem: checkpoint.head_for(pair.target, path) for path in args.judge}
     if len(heads) < len(args.judge):
         raise UserError(f"--judge names two files of one name: {', '.join(str(path) for path in args.judge)}")
@@ -272,7 +282,7 @@ def main() -> None:
     signature = {
         "task": args.task, "target": checkpoint.fingerprint(pair.target), "draft": checkpoint.fingerprint(pair.draft),
         "dtype": args.dtype, "device": args.device, "compile": not args.no_compile,
-    }  # fmt: skip
+    } | ({"ranks": ranks.size} if ranks.size > 1 else {})  # fmt: skip
     done = read_done(args.out, signature)
     keys, names = {c.name: identity(args, c) for c in contenders}, [digest(p.turns) for p in problems]
     longest = max(len(encode(tokenizer, p, args.task, ("",) * turn)) + turn * cap for p in problems for turn in range(len(p.turns)))
@@ -287,10 +297,12 @@ def main() -> None:
             **answer(engines[c.name], tokenizer, problems[i], args.task),
         }
         done[keys[c.name], result["problem"]] = result
-        if args.out is not None:
+        if args.out is not None and ranks.rank == 0:
             append_jsonl(args.out, result)
     results = {rule: [done[key, name] for name in names] for rule, key in keys.items()}
     rules = {name: row_of(r, results["plain"] if "plain" in results and name != "plain" else None) for name, r in results.items()}
+    if ranks.rank:
+        return
     print(table(rules), file=sys.stderr if args.json else sys.stdout)
     if args.plot is not None:
         plot(args.plot, contenders, rules)

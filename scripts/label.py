@@ -33,6 +33,7 @@ from judge import IGNORE, RIGHT, WRONG, Labelled, Tuple, log_probabilities, pars
 from model import Reader, Transformer, common_length
 from page import Passage, Span, page, token_texts
 from tokenizer import Output, Tokenizer
+from tp import Ranks, ranks_of, together, told
 
 REALIGN = 16  # tokens to look through for where an earlier answer goes on
 
@@ -99,13 +100,13 @@ class Miner:
         """Labels of the draft's tokens by what becomes of the answer; None where the target's own answer is wrong."""
         assert problem.is_right is not None
         answer, text = self.finish(problem, prompt, [])
-        if not problem.is_right(text):
+        if not told(lambda: problem.is_right(text)):
             return None
         harmless, alternatives, place = set[int](), list[tuple[int, int, int]](), 0
         said = self.drafted(prompt, answer)
         while (place := next((i for i in range(place, len(answer)) if said[i] != answer[i]), len(answer))) < len(answer):
             other, text = self.finish(problem, prompt, answer[:place] + [said[place]], answer)
-            if not problem.is_right(text):
+            if not told(lambda text=text: problem.is_right(text)):
                 alternatives.append((place, said[place], WRONG))
             elif other[place : place + 1] == [said[place]]:
                 answer, said = other, self.drafted(prompt, other)
@@ -164,20 +165,21 @@ def resume(path: Path, who: dict[str, Any], questions: list[str]) -> list[dict[s
     return resume_jsonl(path, check)
 
 
-def label_automatically(args: argparse.Namespace) -> None:
-    """Label a task's problems by ``mine`` or ``likelihood``."""
+def label_automatically(args: argparse.Namespace, ranks: Ranks) -> None:
+    """Label a task's problems by ``mine`` or ``likelihood``, as one of the ranks; rank 0 writes the files."""
     problems = read_problems(args.task, args.data, args.limit)
     if args.method == "mine" and not all(problem.is_right for problem in problems):
         raise UserError(f"--task {args.task} can't be mined: no program can tell whether its answers are right")
     if args.method == "likelihood" and args.given and not all(problem.given for problem in problems):
         raise UserError(f"--task {args.task} has no given answers; leave --given out")
-    pair = checkpoint.find_pair(args.target, args.draft)
+    with together():
+        pair = checkpoint.find_pair(args.target, args.draft)
     names = ("task", "temperature", "dtype", *(("threshold", "window", "given") if args.method == "likelihood" else ()))
     settings = {name: getattr(args, name) for name in names}
     settings["weights"] = [checkpoint.fingerprint(folder) for folder in (pair.target, pair.draft) if folder is not None]
     who = {"how": args.method, "target": pair.target.name, "draft": pair.draft and pair.draft.name, "seed": args.seed,
            "settings": settings}  # fmt: skip
-    rows = resume(args.out, who, [problem.turns[0] for problem in problems])
+    rows = told(lambda: resume(args.out, who, [problem.turns[0] for problem in problems]))
     prompts = [encode(pair.tokenizer, problem, args.task) for problem in problems]
     given = max(len(pair.tokenizer.encode(p.given)) if p.given else 0 for p in problems)
     max_len = max(map(len, prompts)) + max(TASKS[args.task].cap, given) + 1
@@ -196,10 +198,12 @@ def label_automatically(args: argparse.Namespace) -> None:
         else:
             row = record(problems[i].turns[0], TASKS[args.task].raw, found, pair.tokenizer, who)
             fresh += sum(label != IGNORE for label in found.labels) + len(found.alternatives)
-        append_jsonl(args.out, row)
+        if ranks.rank == 0:
+            append_jsonl(args.out, row)
         rows.append(row)
         bar.set_postfix(labels=fresh, refresh=False)
-    finish(args, pair, rows, fresh, time.perf_counter() - start)
+    if ranks.rank == 0:
+        finish(args, pair, rows, fresh, time.perf_counter() - start)
 
 
 def finish(args: argparse.Namespace, pair: checkpoint.Pair, rows: list[dict[str, Any]], fresh: int = 0, seconds: float = 0) -> None:
@@ -357,7 +361,10 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    label_by_hand(args) if args.method == "manual" else label_automatically(args)
+    if args.method == "manual":
+        return label_by_hand(args)
+    with ranks_of(args.device) as ranks:
+        label_automatically(args, ranks)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ A new task is a function from a data file to problems, and a line in ``TASKS``.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 import re
@@ -22,6 +23,7 @@ import sandbox
 from errors import UserError
 from files import read_jsonl
 from tokenizer import Tokenizer
+from tp import same, together, world
 
 SHOTS = 4  # worked examples in front of a GSM8K question, from the end of the data file
 LETTERS = "ABCDEFGHIJ"
@@ -177,7 +179,11 @@ def read_problems(task: str, data: Path | None, limit: int) -> list[Problem]:
         raise UserError(f"--limit is {limit}; it must be at least 1")
     if data is None and TASKS[task].needs_data:
         raise UserError(f"--task {task} needs --data FILE, a JSON-lines file")
-    return TASKS[task].problems(data or Path(), limit)
+    with together():
+        problems = TASKS[task].problems(data or Path(), limit)
+    if world().size > 1:
+        same("set of questions", hashlib.sha256(repr([p.turns for p in problems]).encode()).hexdigest()[:12])
+    return problems
 
 
 def encode(tokenizer: Tokenizer, problem: Problem, task: str, answers: tuple[str, ...] = ()) -> list[int]:

@@ -27,7 +27,6 @@ from judge import (
     KINDS,
     LABEL_RULES,
     WRONG,
-    Example,
     Head,
     TrainResult,
     as_features,
@@ -36,23 +35,18 @@ from judge import (
     read_states,
     train_heads,
 )
-from model import Transformer
+from tp import Ranks, ranks_of, same, together, told
 
 THRESHOLDS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
 
 
-def cached_states(path: Path, key: str, model: Transformer, examples: list[Example]) -> Tensor:
-    """The states of all labelled tokens, from ``path`` if it was written for the same ``key``, else read and written there."""
+def cached_states(path: Path, key: str) -> Tensor | None:
+    """The states that an earlier run wrote for the same ``key``."""
     try:
         with safe_open(path, framework="pt") as file:
-            if (file.metadata() or {}).get("key") == key:
-                return file.get_tensor("states")
+            return file.get_tensor("states") if (file.metadata() or {}).get("key") == key else None
     except (FileNotFoundError, SafetensorError):
-        pass
-    states = read_states(model, examples, lambda rows: tqdm(rows, desc="states", unit="answer"))
-    with replacing(path) as partial:
-        save_file({"states": states}, partial, {"key": key})
-    return states
+        return None
 
 
 def report(result: TrainResult, recall: float, threshold: float) -> str:
@@ -103,8 +97,15 @@ def parse_args():
 
 def main() -> None:
     args = parse_args()
-    pair = checkpoint.find_pair(args.target)
-    examples = read_labels(args.labels, pair.tokenizer, args.label_rule, args.raw)
+    with ranks_of(args.device) as ranks:
+        run(args, ranks)
+
+
+def run(args, ranks: Ranks) -> None:
+    """Read the states, as one of the ranks; rank 0 trains and writes."""
+    with together():
+        pair = checkpoint.find_pair(args.target)
+        examples = read_labels(args.labels, pair.tokenizer, args.label_rule, args.raw)
     longest = max(len(e.prompt) + len(e.answer) for e in examples)
     if longest > pair.context:
         raise UserError(f"the longest question and answer have {longest} tokens; the target's context is {pair.context}")
@@ -112,7 +113,18 @@ def main() -> None:
     key = hashlib.sha256(json.dumps([mark, args.dtype, examples]).encode()).hexdigest()
     path = args.states or args.labels.with_name(f"{args.labels.name}.{pair.target.name}.{args.dtype}.{args.label_rule}.states")
     model, _ = pair.load(checkpoint.DTYPES[args.dtype], args.device)
-    states = cached_states(path, key, model, examples)
+    if ranks.size > 1:
+        same("set of labels", key)
+    if not told(lambda: cached_states(path, key) is not None):
+        states = read_states(model, examples, lambda rows: tqdm(rows, desc="states", unit="answer"))
+        if ranks.rank == 0:
+            with replacing(path) as partial:
+                save_file({"states": states}, partial, {"key": key})
+            print(f"the target's states are kept in {path}", file=sys.stderr)
+    if ranks.rank:
+        return
+    states = cached_states(path, key)
+    assert states is not None
     labels, questions = labels_of(examples)
     result = train_heads(as_features(model, states, args.kind), labels, questions, seed=args.seed, lr=args.lr)
     threshold = result.threshold_for(args.recall)

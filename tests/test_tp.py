@@ -23,7 +23,7 @@ import checkpoint
 import tp
 from engine import Engine, Sampling
 from errors import UserError, run_cli
-from judge import Head
+from judge import Head, load_head
 from model import Config, Reader, Transformer
 from tp import Ranks
 
@@ -290,6 +290,41 @@ def test_ctrl_c_ends_all_at_once(tmp_path):
     assert ended_within(workers, 10)
     process.communicate(timeout=20)
     assert process.returncode != 0
+
+
+PAIR = ("--target", "demo/target", "--dtype", "float32")
+ON_RANKS = {  # a command, the file it writes, and what of it or of the last line must be the same
+    "label": ("label.py", "likelihood", "--given", "--task", "demo-train", "--limit", "1", "--draft", "demo/draft", *PAIR, "--out"),
+    "train": ("train_judge.py", "LABELS", "--lr", "1e-3", *PAIR, "--json", "--out"),
+    "evaluate": ("evaluate.py", "--limit", "1", "--rules", "judge,topk:3", "--no-compile", "--json", "--out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_what_makes_and_measures_judges_does_the_same_on_ranks(name, tmp_path):
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        (folder / "labels").write_text("".join((ROOT / "demo" / "judge_tuples.jsonl").open().readlines()[:4]))
+        argv = [str(folder / "labels") if word == "LABELS" else word for word in ON_RANKS[name]]
+        process = torchrun(ranks, ROOT / "scripts" / argv[0], *argv[1:], folder / "out", cwd=ROOT)
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, out
+        json_lines = [line for line in out.splitlines() if line.startswith('{"')]
+        assert len(json_lines) == ("--json" in argv), out  # only rank 0 speaks
+        found.append((folder / "out", json_lines[0] if json_lines else None))
+    (one, said_one), (two, said_two) = found
+    if name == "label":
+        rows = [json.loads(path.read_text()) for path in (one, two)]
+        assert rows[0].pop("scores") == pytest.approx(rows[1].pop("scores"), abs=1e-3)
+        assert rows[0] == rows[1]
+    elif name == "train":
+        assert torch.allclose(load_head(one).weight, load_head(two).weight, atol=1e-3)
+        assert json.loads(said_one)["epochs"] == json.loads(said_two)["epochs"]
+    else:
+        texts = [[json.loads(line).get("texts") for line in path.read_text().splitlines()] for path in (one, two)]
+        assert texts[0] == texts[1] and len(texts[0]) == 3
 
 
 def test_a_mistake_only_one_rank_can_see_is_told_once_with_its_rank(tmp_path):
