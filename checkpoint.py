@@ -259,16 +259,18 @@ def sample(height: int, rows: Callable[[int, int], Tensor], whole: bool) -> str:
 def fingerprint(folder: Path) -> str:
     """A short name for the weights a judge head belongs to: a hash of the norms and of a few rows of every matrix.
 
-    It is the same whichever dtype the checkpoint was written in, quantized or not: a quantized one carries the samples of what
-    it was made from.
+    It is the same whichever dtype the checkpoint was written in, quantized or not: where weights were changed on the way, the
+    files carry samples of what they were made from.
     """
     parts: dict[str, str] = {}
     for path in weight_files(folder):
         with open_shard(path) as shard:
             metadata = shard.metadata() or {}
-            parts |= json.loads(metadata.get("samples", "{}"))
+            samples = json.loads(metadata.get("samples", "{}"))
+            parts |= samples
             for name in shard.keys():
-                if metadata.get("quantization", "none") != "none" and (is_quantized(name) or name.endswith(".scale")):
+                anew = metadata.get("quantization", "none") != "none" and (is_quantized(name) or name.endswith(".scale"))
+                if anew or name in samples:
                     continue
                 rows = shard.get_slice(name)
                 shape = rows.get_shape()
@@ -363,21 +365,27 @@ class CheckpointWriter:
             stale.unlink()
         found = list[tuple[Path, list[str]]]()
         for path in sorted(self.folder.glob("*.safetensors")):
-            with open_shard(path) as shard:
-                metadata, names = shard.metadata() or {}, list(shard.keys())
+            number = re.match(r"model-(\d+)", path.name)
+            try:
+                with open_shard(path) as shard:
+                    metadata, names = shard.metadata() or {}, list(shard.keys())
+            except UserError:
+                if number is None:
+                    raise
+                metadata, names = {"layout": LAYOUT}, []  # the machine went down while it was written
             if metadata.get("layout") != LAYOUT:
                 raise UserError(f"{path} is not of an interrupted run of this program; choose another folder")
-            number = re.match(r"model-(\d+)", path.name)
             if number and metadata.get("run") == self.run and int(number[1]) == len(found) + 1:
                 found.append((path, names))
             else:
                 path.unlink()
         return found
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append one tensor, quantized where it is to be; it is kept until its shard is full."""
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Append one tensor, brought to a dtype and quantized where it is to be; it is kept until its shard is full."""
         if self.tied and name == "output.weight":
             return
+        source, tensor = tensor, tensor if dtype is None else tensor.to(dtype)
         parts, anew = {name: tensor.contiguous()}, self.quantization != "none" and is_quantized(name)
         if anew:
             parts = _quantized(name, tensor, self.quantization, divided=False)
@@ -387,8 +395,8 @@ class CheckpointWriter:
         if self.pending and sum(t.nbytes for t in self.pending.values()) + size > self.shard_bytes:
             self._flush()
         self.pending |= parts
-        if anew:
-            self.samples[name] = sample(len(tensor), lambda a, b: tensor[a:b], whole=False)
+        if anew or (tensor.dtype == torch.float16 and source.dtype != torch.float16):  # whose small numbers are others
+            self.samples[name] = sample(len(source), lambda a, b: source[a:b], whole=source.dim() == 1)
 
     def _flush(self) -> None:
         path = self.folder / f"model-{len(self.shards) + 1:05d}.safetensors"
@@ -463,11 +471,17 @@ def stream_checkpoint(writer: CheckpointWriter, steps: list[Step], config: dict[
         dtype: of the weights that aren't quantized; None leaves each as it is.
 
     Raises:
-        UserError: the disk has no room for what is still to come, or gets full.
+        UserError: the weights are not those of the configuration; the disk has no room for what is still to come, or gets full.
     """
     todo = [step for step in steps if step.name not in writer.done]
     with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in Transformer(Config.from_hf(config)).state_dict().items()}
         whole = Transformer(Config.from_hf(config), quantization=writer.quantization).state_dict()
+    missing = sorted(set(shapes) - {step.name for step in steps} - ({"output.weight"} if writer.tied else set()))
+    left_over = sorted({step.name for step in steps} - set(shapes))
+    if missing or left_over:
+        what = f"lacks {missing[0]}" if missing else f"has {left_over[0]} too many"
+        raise UserError(f"the source {what}: {len(missing)} of {len(shapes)} weights are missing and {len(left_over)} left over")
     bytes_of = {step.name: step.bytes for step in steps}
     need = sum(
         t.numel() * (dtype.itemsize if dtype is not None else 0) or bytes_of.get(name, 0)
@@ -484,7 +498,9 @@ def stream_checkpoint(writer: CheckpointWriter, steps: list[Step], config: dict[
     with tqdm(total=total, initial=done, desc=str(writer.folder), unit="B", unit_scale=True) as bar:
         for step in todo:
             tensor = step.read()
-            writer.add(step.name, tensor if dtype is None else tensor.to(dtype))
+            if tuple(tensor.shape) != shapes[step.name]:
+                raise UserError(f"{step.name} is {tuple(tensor.shape)}, but config.json makes it {shapes[step.name]}")
+            writer.add(step.name, tensor, dtype)
             bar.update(step.bytes)
     writer.close(config)
     print(f"wrote {writer.folder}; peak memory {peak_memory() / 1e9:.2f} GB", file=sys.stderr)

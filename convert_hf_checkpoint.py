@@ -86,6 +86,8 @@ def steps_of(source: Path, config: Config) -> list[checkpoint.Step]:
             if (shard.metadata() or {}).get("layout"):
                 raise UserError(f"{path} has this project's layout already; it needs no conversion")
             for name in shard.keys():
+                if name in sources:
+                    raise UserError(f"{path} and {sources[name]} both hold {name!r}; remove the one that doesn't belong")
                 sources[name], sizes[name] = path, checkpoint.bytes_in(shard, name)
     return [
         checkpoint.Step(ours, sum(sizes[name] for name, _ in made_of), functools.partial(read_parts, made_of))

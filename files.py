@@ -95,6 +95,8 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())  # what has the name must be whole even if the machine goes down
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -142,7 +142,7 @@ class Int4Linear(nn.Module):
     ``forward`` needs.
     """
 
-    INNER_K_TILES: ClassVar[int] = 8  # CUDA: how the kernel's tiles are packed
+    ROWS: ClassVar[int] = 16  # the kernels take whole tiles of outputs
 
     def __init__(self, in_features: int, out_features: int, group: int, bias: bool = False) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Int4Linear(nn.Module):
         wide = F.pad(weight.float(), (0, -weight.shape[1] % group)).unflatten(1, (-1, group))
         low, high = wide.amin(-1), wide.amax(-1)
         step = torch.where(high > low, (high - low) / 15, 1.0).bfloat16()
-        zero = (low + 8 * step.float()).bfloat16()
+        zero = torch.where(high > low, low + 8 * step.float(), low).bfloat16()
         q = ((wide - zero.float()[..., None]) / step.float()[..., None] + 8).round_().clamp_(0, 15).to(torch.uint8).flatten(1)
         return {"weight": q[:, ::2] | (q[:, 1::2] << 4), "scale": torch.stack((step, zero), -1)}
 
@@ -180,18 +180,21 @@ class Int4Linear(nn.Module):
 
     def pack(self, dtype: torch.dtype) -> None:
         """Bring the weight into the layout of the device's kernel, for x of ``dtype``."""
-        q = self.unpacked(self.weight)
+        extra = -self.out_features % self.ROWS
+        q = F.pad(self.unpacked(self.weight), (0, 0, 0, extra))
+        scale = F.pad(self.scale, (0, 0, 0, 0, 0, extra)).transpose(0, 1)
         if q.device.type == "cpu":
             packed = torch._convert_weight_to_int4pack_for_cpu(q, 1)
         else:
-            packed = torch._convert_weight_to_int4pack((q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8), self.INNER_K_TILES)
+            tiles = next(n for n in (8, 4, 2) if q.shape[1] % (16 * n) == 0)  # inner tiles: a group is at least two
+            packed, dtype = torch._convert_weight_to_int4pack((q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8), tiles), torch.bfloat16
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.scale = nn.Parameter(self.scale.transpose(0, 1).to(dtype).contiguous(), requires_grad=False)
+        self.scale = nn.Parameter(scale.to(dtype).contiguous(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         product = torch._weight_int4pack_mm_for_cpu if x.device.type == "cpu" else torch._weight_int4pack_mm
-        x = F.pad(x, (0, self.padding)) if self.padding else x
-        out = product(x.flatten(0, -2), self.weight, self.group, self.scale).unflatten(0, x.shape[:-1])
+        wide = F.pad(x, (0, self.padding)).flatten(0, -2).to(self.scale.dtype)  # CUDA's kernel takes bfloat16 alone
+        out = product(wide, self.weight, self.group, self.scale)[:, : self.out_features].unflatten(0, x.shape[:-1]).to(x.dtype)
         return out if self.bias is None else out + self.bias
 
 

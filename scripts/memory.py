@@ -51,15 +51,17 @@ def weight_bytes(config: Config, ranks: Ranks, quantization: str, dtype: torch.d
 def part(config: Config, ranks: Ranks, quantization: str, dtype: torch.dtype, length: int, rows: int, judge: bool) -> Part:
     """One rank's part of a model, with a cache of ``length`` positions, reading at most ``rows`` tokens at once in a round."""
     with torch.device("meta"):
-        local = Transformer(config, ranks, quantization).local
+        model = Transformer(config, ranks, quantization)
+        local = model.local
         cache = Cache(local, length, dtype, "meta")
     logits = 3 * rows * (local.vocab_size + JUDGE_ROWS) * 4  # in the model's dtype, in fp32, and one copy more
     wide = max(2 * local.ffn_dim, (local.n_heads + 2 * local.n_kv_heads) * local.head_dim)
     prefill = PREFILL_CHUNK * (4 * config.dim + 3 * wide) * max(dtype.itemsize, 4)
+    widened = max(p.numel() for p in model.parameters() if p.dtype == torch.int8) * dtype.itemsize if quantization == "int8" else 0
     return Part(
         weight_bytes(config, ranks, quantization, dtype, judge),
         sum(t.nbytes for t in (cache.k, cache.v, cache.cos, cache.sin)),
-        max(logits, prefill),
+        max(logits, prefill, widened),
     )
 
 
@@ -76,6 +78,8 @@ def plan(args) -> dict[str, int]:
     rows = {}
     for who, (config, folder) in found.items():
         kept = checkpoint.open_source(folder, config).quantization if folder is not None else "none"
+        if "none" not in (kept, args.quantize) and kept != args.quantize:
+            raise UserError(f"{folder} is {kept} already; it can't be quantized to {args.quantize}")
         mine = ranks if who == "target" or args.draft_tp != 1 else Ranks()
         p = part(config, mine, args.quantize if kept == "none" else kept, dtype, length, M + 1, who == "target" and M > 0)
         rows |= {f"{who}: weights": p.weights, f"{who}: KV cache": p.cache}

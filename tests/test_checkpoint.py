@@ -28,6 +28,13 @@ def save(folder, name="llama3", change=None, dtype=torch.float32):
 def test_a_fingerprint_tells_any_changed_weight_and_no_dtype(tmp_path):
     own = checkpoint.fingerprint(save(tmp_path / "own"))
     assert own == checkpoint.fingerprint(save(tmp_path / "half", dtype=torch.bfloat16))
+    small = save(tmp_path / "small", dtype=torch.bfloat16)
+    weights = {name: value * 1e-6 for name, value in load_file(small / "model.safetensors").items()}  # beyond float16's reach
+    for name, dtype in (("small-bf16", torch.bfloat16), ("small-fp16", torch.float16)):
+        steps = [checkpoint.Step(key, value.nbytes, lambda value=value: value) for key, value in weights.items()]
+        writer = checkpoint.CheckpointWriter(tmp_path / name, tied=False)
+        checkpoint.stream_checkpoint(writer, steps, hf_config("llama3"), dtype)
+    assert checkpoint.fingerprint(tmp_path / "small-bf16") == checkpoint.fingerprint(tmp_path / "small-fp16") != own
     names = list(tiny().state_dict())
     assert len(names) > 15
     for i, name in enumerate(names):
@@ -136,8 +143,9 @@ class Killed(Exception):
     pass
 
 
-def stream(folder, mode, stop_at=None, run="r"):
-    """Write the tiny model in small shards; ``stop_at``: the weight at whose reading the process dies. Returns what was read."""
+def stream(folder, mode, stop_at=None, run="r", **changes):
+    """Write the tiny model in small shards; ``stop_at``: the weight at whose reading the process dies. Returns what was read.
+    ``changes``: other values of weights, None for one that isn't there."""
     read = []
 
     def reading(name, value):
@@ -146,7 +154,8 @@ def stream(folder, mode, stop_at=None, run="r"):
         read.append(name)
         return value
 
-    weights = {name: value.clone() for name, value in tiny("qwen2").state_dict().items()}
+    weights = {name: value.clone() for name, value in tiny("qwen2").state_dict().items()} | changes
+    weights = {name: value for name, value in weights.items() if value is not None}
     steps = [checkpoint.Step(name, value.nbytes, lambda n=name, v=value: reading(n, v)) for name, value in weights.items()]
     checkpoint.stream_checkpoint(checkpoint.CheckpointWriter(folder, True, mode, run, 30_000), steps, hf_config("qwen2"), None)
     return read
@@ -181,6 +190,27 @@ def test_a_stream_that_was_cut_goes_on_where_it_stopped(tmp_path, mode):
     with pytest.raises(Killed):
         stream(tmp_path / "other", mode, len(every) - 1)
     assert stream(tmp_path / "other", mode, run="another") == every
+
+
+def test_a_shard_that_was_cut_short_is_written_anew(tmp_path):
+    every = stream(tmp_path / "whole", "none")
+    with pytest.raises(Killed):
+        stream(tmp_path / "cut", "none", len(every) - 1)
+    second = tmp_path / "cut" / "model-00002.safetensors"
+    second.write_bytes(second.read_bytes()[:-100])  # the machine went down
+    assert 0 < len(stream(tmp_path / "cut", "none")) < len(every)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"layers.1.w2.weight": None}, "lacks layers.1.w2.weight: 1 of 2. weights are missing"),
+    ({"layers.1.w9.weight": torch.ones(3)}, "has layers.1.w9.weight too many"),
+    ({"layers.0.w2.weight": torch.ones(3, 3)}, r"layers\.0\.w2\.weight is \(3, 3\), but config.json makes it \(48, 80\)"),
+])  # fmt: skip
+def test_a_source_that_is_not_whole_is_refused_before_it_is_written(tmp_path, changes, words):
+    with pytest.raises(UserError, match=words):
+        stream(tmp_path / "new", "none", **changes)
+    assert not (tmp_path / "new" / "config.json").exists()
 
 
 def test_a_full_disk_is_told_before_or_leaves_nothing_that_loads(tmp_path, monkeypatch):

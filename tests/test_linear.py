@@ -48,11 +48,16 @@ def test_int4_rounds_by_half_a_step_at_most_but_at_the_ends(group, n_out, n_in, 
     assert ((Int4Linear.dequantize(parts)[:, :n_in] - weight).abs() <= allowed * 1.001).all()
 
 
+def test_int4_keeps_a_group_of_equal_weights():
+    weight = torch.tensor([[0.01] * 32, [0.0] * 32, [-300.0] * 32, [1e-6] * 32]).bfloat16()
+    assert torch.equal(Int4Linear.dequantize(Int4Linear.quantize(weight, 32)), weight.float())
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 26])
 def test_a_product_is_that_of_the_numbers_its_weight_stands_for(mode, dtype, rows):
-    for n_out, n_in in ((64, 128), (48, 80), (16, 256)):
+    for n_out, n_in in ((64, 128), (48, 80), (16, 256), (21, 64)):
         weight, bias, x = random((n_out, n_in), 1), random(n_out, 2), random((rows, n_in), 3, dtype)
         layer, stands_for = layer_of(weight, mode, bias, dtype)
         exact = F.linear(x.double(), stands_for.double(), bias.to(dtype).double())

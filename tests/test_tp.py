@@ -127,6 +127,14 @@ def test_any_number_of_ranks_decodes_the_same(folders, size):
                 assert (torch.tensor(theirs[what]) - torch.tensor(mine[what])).abs().max() < 1e-4, (case, what)
 
 
+def test_ranks_decode_the_same_in_four_bits(folders):
+    case = {"target": "llama3", "quantize": "int4-g32"}
+    own = decode(case, folders, Ranks())
+    for now in on_ranks(2, lambda ranks: decode(case, folders, ranks)):
+        assert now["tokens"] == own["tokens"]
+        torch.testing.assert_close(torch.tensor(now["logits"]), torch.tensor(own["logits"]), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_rank_reads_its_part_of_every_weight(folders, size):
     for name in (*MODELS, "llama3-int8"):
@@ -296,7 +304,7 @@ PAIR = ("--target", "demo/target", "--dtype", "float32")
 ON_RANKS = {  # a command, the file it writes, and what of it or of the last line must be the same
     "label": ("label.py", "likelihood", "--given", "--task", "demo-train", "--limit", "1", "--draft", "demo/draft", *PAIR, "--out"),
     "train": ("train_judge.py", "LABELS", "--lr", "1e-3", *PAIR, "--json", "--out"),
-    "evaluate": ("evaluate.py", "--limit", "1", "--rules", "judge,topk:3", "--no-compile", "--json", "--out"),
+    "evaluate": ("evaluate.py", "--limit", "1", "--rules", "judge,topk:3", "--json", "--out"),
 }  # fmt: skip
 
 
