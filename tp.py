@@ -230,10 +230,18 @@ def told(ask: Callable[[], Any]) -> Any:
     return box[0]
 
 
-def same(what: str, value: str) -> None:
-    """Raises UserError, on every rank, unless all ranks have the same ``value`` of ``what``."""
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    if not dist.is_initialized():
+        return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
+    return values
+
+
+def same(what: str, value: str) -> None:
+    """Raises UserError, on every rank, unless all ranks have the same ``value`` of ``what``."""
+    values = gather_objects(value)
     for rank, other in enumerate(values):
         if other != values[0]:
             raise UserError(f"rank {rank} has another {what} than rank 0: {other}, not {values[0]}; all must read the same files")
@@ -247,10 +255,7 @@ def together() -> Iterator[None]:
         yield
     except UserError as error:
         mine = str(error)
-    every: list[Any] = [mine]
-    if dist.is_initialized():
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
+    every = gather_objects(mine)
     for rank, message in enumerate(every):
         if message is not None:
             raise UserError((f"rank {rank}: " if None in every else "") + message)

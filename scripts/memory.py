@@ -2,12 +2,18 @@
 
 Weights, caches and buffers are counted on the program's own modules, built without memory, so they are exact. Two lines are
 estimates: working memory, from the largest tensors that live at once, and what the CUDA runtime and NCCL take for themselves.
+
+With --load the checkpoints are loaded, under torchrun by as many ranks as it starts, and what each rank then holds, and the most
+it held on the way, stand beside the plan.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import resource
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +27,7 @@ from engine import cache_length
 from errors import Parser, UserError, run_cli
 from linear import JUDGE_ROWS, MODES
 from model import PREFILL_CHUNK, Cache, Config, Transformer
-from tp import Ranks
+from tp import Ranks, gather_objects, ranks_of, together
 
 GPUS = {"80 GB (H100, A100)": 80e9, "141 GB (H200)": 141e9, "180 GB (B200)": 180e9}
 RUNTIME_BYTES = 2_500_000_000  # CUDA context, cuBLAS workspaces, NCCL buffers: an estimate
@@ -90,12 +96,52 @@ def plan(args) -> dict[str, int]:
     return rows
 
 
+class Loaded(NamedTuple):
+    """What loading took of one rank; bytes above what the process had before."""
+
+    seconds: float
+    weights: int  # of tensors, each counted once
+    caches: int
+    peak: int  # resident; on CUDA, allocated on the device
+
+
+def load(args, pair: checkpoint.Pair, context: int) -> Loaded:
+    """Load the models as an engine does, as one of the ranks, and measure."""
+    cuda = args.device == "cuda"
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    start = time.perf_counter()
+    models = pair.load(checkpoint.DTYPES[args.dtype], args.device, args.quantize, args.draft_tp == 1)
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() if cuda else max(0, checkpoint.peak_memory() - resident)
+    tensors = {p.data_ptr(): p.nbytes for model in models if model is not None for p in model.parameters()}
+    M = args.draft_len if args.draft else 0
+    caches = [model.new_cache(cache_length(context + M)) for model in models if model is not None]
+    held = sum(t.nbytes for cache in caches for t in (cache.k, cache.v, cache.cos, cache.sin))
+    return Loaded(seconds, sum(tensors.values()), held, peak)
+
+
+def loaded_table(rows: dict[str, int], found: list[Loaded]) -> str:
+    """The ranks beside the plan, as Markdown."""
+    planned = sum(size for name, size in rows.items() if name.endswith("weights"))
+    cache = sum(size for name, size in rows.items() if name.endswith("KV cache"))
+    heads = ("rank", "weights, planned GB", "held", "caches, planned GB", "held", "most while loading", "over the plan", "seconds")
+    lines = [f"| {' | '.join(heads)} |", "| ---: " * len(heads) + "|"]
+    for rank, r in enumerate(found):
+        over = f"{100 * (r.peak / planned - 1):+.1f} %"
+        lines.append(f"| {rank} | {planned / 1e9:.3f} | {r.weights / 1e9:.3f} | {cache / 1e9:.3f} | {r.caches / 1e9:.3f} | "
+                     f"{r.peak / 1e9:.3f} | {over} | {r.seconds:.1f} |")  # fmt: skip
+    return "\n".join(lines)
+
+
 def parse_args():
-    p = Parser(description=__doc__)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--target", required=True, metavar="NAME", help="a shape such as llama-3.1-405b, or a checkpoint")
     p.add_argument("--draft", metavar="NAME", help="the same, of the draft")
     p.add_argument("--quantize", choices=["none", *MODES], default="none", help="weights of both models (default: none)")
-    p.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks (default: 1)")
+    p.add_argument("--nproc", type=int, metavar="N", help="ranks (default: 1; with --load those that torchrun starts)")
+    p.add_argument("--load", action="store_true", help="load the checkpoints and measure, too")
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
+                   help="for --load")  # fmt: skip
     p.add_argument("--draft-tp", type=int, choices=[1], help="1: each rank holds the whole draft")
     p.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer (default: 8192 or the context)")
     p.add_argument("--draft-len", type=int, default=25, metavar="M", help="tokens drafted a round (default: 25)")
@@ -105,12 +151,29 @@ def parse_args():
     for name in ("nproc", "context", "draft_len"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    if args.load and args.nproc is not None:
+        raise UserError(f"--nproc {args.nproc} has no meaning with --load; start as many ranks with torchrun --nproc_per_node")
+    args.nproc = args.nproc or 1
     return args
 
 
 def main() -> None:
     args = parse_args()
-    rows = plan(args)
+    if not args.load:
+        return show(args, plan(args), [])
+    with ranks_of(args.device) as ranks:
+        with together():
+            args.nproc = ranks.size
+            rows = plan(args)
+            pair = checkpoint.find_pair(args.target, args.draft)
+            context = min(8192, pair.context) if args.context is None else args.context
+        found = gather_objects(load(args, pair, context))
+        if ranks.rank == 0:
+            show(args, rows, found)
+
+
+def show(args, rows: dict[str, int], found: list[Loaded]) -> None:
+    """Print the plan, and beside it what loading found."""
     total = sum(rows.values())
     lines = ["| each rank holds | GB |", "| --- | ---: |"]
     lines += [f"| {name} | {size / 1e9:.2f} |" for name, size in rows.items() if size]
@@ -118,9 +181,12 @@ def main() -> None:
     for gpu, room in GPUS.items():
         lines.append(f"{gpu}: " + (f"fits, {(room - total) / 1e9:.1f} GB to spare" if total <= room else
                                    f"does NOT fit, {(total - room) / 1e9:.1f} GB too much"))  # fmt: skip
+    if found:
+        lines += ["", loaded_table(rows, found)]
     print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
     if args.json:
-        print(json.dumps({"bytes": rows, "total_bytes": total, "fits": {gpu: total <= room for gpu, room in GPUS.items()}}))
+        fits = {gpu: total <= room for gpu, room in GPUS.items()}
+        print(json.dumps({"bytes": rows, "total_bytes": total, "fits": fits, "ranks": [r._asdict() for r in found]}))
 
 
 if __name__ == "__main__":
