@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import codecs
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -406,12 +405,12 @@ def labels_of(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
 
 
 class TrainResult(NamedTuple):
-    """A fitted head, and its scores w·h + b on the tokens of the held-out questions."""
+    """A fitted head, and scores w·h + b of tokens of questions that were held out."""
 
     weight: Tensor  # [D] fp32, on raw states
     bias: float
     epochs: int
-    right: Tensor  # scores of the held-out right tokens, ascending
+    right: Tensor  # scores of the right tokens, ascending
     wrong: Tensor  # the same of the wrong ones
 
     @property
@@ -457,31 +456,19 @@ class Operating(NamedTuple):
     kept: float  # right tokens that are accepted
 
 
-def n_parts(labels: Tensor, questions: Tensor) -> int:
-    """Into how many parts the questions are divided to be held out in turn: ten, where there are as many with a mistake."""
-    return min(10, max(1, len(questions[labels == WRONG].unique())))
+def parts_of(labels: Tensor, questions: Tensor, generator: torch.Generator) -> Tensor:
+    """Divide questions into ten parts (fewer, where fewer have a mistake), those with a wrong token and the others alike.
 
-
-def train_heads(states: Tensor, labels: Tensor, questions: Tensor, **options: Any) -> TrainResult:
-    """The mean of ten heads of ``train_head``, each with another tenth of the questions held out.
-
-    Every token is scored by the one head that hasn't seen its question, so all mistakes there are serve to choose δ by.
-
-    Raises:
-        UserError: as ``train_head``.
+    Returns:
+        For each token, the part its question is in: [N].
     """
-    results, failure = list[TrainResult](), None
-    for part in range(n_parts(labels, questions)):
-        try:
-            results.append(train_head(states, labels, questions, part=part, **options))
-        except UserError as error:  # a part without a right token, where there are few
-            failure = error
-    if not results:
-        assert failure is not None
-        raise failure
-    right, wrong = (torch.cat(scores).sort().values for scores in ([r.right for r in results], [r.wrong for r in results]))
-    weight, bias = torch.stack([r.weight for r in results]).mean(0), statistics.mean(r.bias for r in results)
-    return TrainResult(weight, bias, round(statistics.mean(r.epochs for r in results)), right, wrong)
+    with_mistake = questions[labels == WRONG].unique()
+    without = questions[~torch.isin(questions, with_mistake)].unique()
+    n = min(10, max(1, len(with_mistake)))
+    part = torch.zeros(int(questions.max()) + 1, dtype=torch.int64)
+    for kind in (with_mistake, without):
+        part[kind[torch.randperm(len(kind), generator=generator)]] = torch.arange(len(kind)) % n
+    return part[questions]
 
 
 def train_head(
@@ -489,65 +476,65 @@ def train_head(
     labels: Tensor,
     questions: Tensor,
     seed: int = 0,
-    part: int = 0,
     lr: float = 1e-4,
     weight_decay: float = 0.1,
     batch: int = 128,
     max_epochs: int = 1000,
     patience: int = 5,
 ) -> TrainResult:
-    """Fit a linear head by weighted cross-entropy, stopping early on a tenth of the *questions*.
+    """Fit ten linear heads by weighted cross-entropy, each stopped early on another tenth of the *questions*; the result is
+    their mean.
 
-    The tenth is drawn apart among the questions with a wrong token and among the others. Wrong tokens weigh n_right / n_wrong,
-    which makes up for there being about one in twenty. States are standardised, and the scale is folded back into the weights
-    returned.
+    Every token is scored by the one head that hasn't seen its question, so that all mistakes there are serve to choose δ by.
+    The heads are trained side by side, at the cost of one. Wrong tokens weigh n_right / n_wrong, which makes up for there
+    being about one in twenty. States are standardised, and the scale is folded back into the weights returned.
 
     Args:
         states: [N, D] fp32; labels: [N], RIGHT or WRONG; questions: [N], whose answer a token comes from.
-        part: which tenth is held out, below ``n_parts``.
 
     Raises:
         UserError: there are too few right or wrong tokens to learn from some and to test on others.
     """
     generator = torch.Generator().manual_seed(seed)
-    with_mistake = questions[labels == WRONG].unique()
-    without = questions[~torch.isin(questions, with_mistake)].unique()
-    held = [
-        kind[torch.randperm(len(kind), generator=generator).tensor_split(n_parts(labels, questions))[part]]
-        for kind in (with_mistake, without)
-    ]
-    held_out = torch.isin(questions, torch.cat(held))
-    counts = [int((labels[side] == label).sum()) for side in (held_out, ~held_out) for label in (RIGHT, WRONG)]
-    if not all(counts):
+    part = parts_of(labels, questions, generator)
+    held = part == torch.arange(int(part.max()) + 1)[:, None]  # [heads, N]: the tokens that a head doesn't learn from
+    is_right = labels == RIGHT
+    enough = [all((side & kind).any() for side in (h, ~h) for kind in (is_right, ~is_right)) for h in held]
+    held = held[torch.tensor(enough)]  # a part may have no right token, where there are few
+    if not len(held):
         raise UserError(
-            f"a head needs right and wrong tokens of at least two questions; here are {int((labels == RIGHT).sum())} right and "
-            f"{int((labels == WRONG).sum())} wrong ones of {len(questions.unique())}"
+            f"a head needs right and wrong tokens of at least two questions; here are {int(is_right.sum())} right and "
+            f"{int((~is_right).sum())} wrong ones of {len(questions.unique())}"
         )
-    n_right, n_wrong = counts[2:]
-    mean, std = states[~held_out].mean(0), states[~held_out].std(0).clamp(min=1e-6)
+    ratio = (~held & is_right).sum(1) / (~held & ~is_right).sum(1)
+    weights = torch.where(is_right, 1.0, ratio[:, None])
+    mean, std = states.mean(0), states.std(0).clamp(min=1e-6)
     x, y = (states - mean) / std, labels.float()
-    weights = torch.where(labels == WRONG, n_right / n_wrong, 1.0)
-    w = torch.zeros(states.shape[1], requires_grad=True)
-    b = torch.zeros((), requires_grad=True)
+    w = torch.zeros(len(held), states.shape[1], requires_grad=True)
+    b = torch.zeros(len(held), requires_grad=True)
     optimizer = torch.optim.AdamW([w, b], lr=lr, weight_decay=weight_decay)
 
-    def loss(rows: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(x[rows] @ w + b, y[rows], weights[rows])
+    def losses(rows: Tensor, chosen: Tensor) -> Tensor:
+        scores = w @ x[rows].t() + b[:, None]
+        each = F.binary_cross_entropy_with_logits(scores, y[rows].expand_as(scores), weights[:, rows], reduction="none")
+        return (each * chosen[:, rows]).sum(1)
 
-    train, val = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
-    best, best_loss, best_epoch = (w.detach().clone(), b.item()), math.inf, 0
+    best_w, best_b, best_loss = torch.zeros_like(w), torch.zeros_like(b), torch.full_like(b, math.inf)
+    best_epoch, going = torch.zeros(len(held), dtype=torch.int64), torch.ones(len(held), dtype=torch.bool)
     for epoch in range(1, max_epochs + 1):
-        for rows in train[torch.randperm(len(train), generator=generator)].split(batch):
+        for rows in torch.randperm(len(x), generator=generator).split(batch):
             optimizer.zero_grad()
-            loss(rows).backward()
+            losses(rows, ~held).sum().div(batch).backward()
             optimizer.step()
         with torch.no_grad():
-            now = loss(val).item()
-        if now < best_loss * 0.999:  # on states that a plane separates the loss would creep down for ever
-            best, best_loss, best_epoch = (w.detach().clone(), b.item()), now, epoch
-        elif epoch - best_epoch >= patience:
+            now = sum(losses(rows, held) for rows in torch.arange(len(x)).split(4096)) / held.sum(1)
+            better = going & (now < best_loss * 0.999)  # on states that a plane separates the loss would creep down for ever
+            best_w[better], best_b[better], best_loss[better], best_epoch[better] = w[better], b[better], now[better], epoch
+            going &= epoch - best_epoch < patience
+        if not going.any():
             break
-    score = x[val] @ best[0] + best[1]
-    weight = best[0] / std
-    right, wrong = (score[labels[val] == label].sort().values for label in (RIGHT, WRONG))
-    return TrainResult(weight, best[1] - float(weight @ mean), best_epoch, right, wrong)
+    scores = torch.cat([(best_w @ rows.t() + best_b[:, None]).t() for rows in x.split(4096)])[held.t()]
+    which = labels.expand_as(held).t()[held.t()]
+    right, wrong = (scores[which == label].sort().values for label in (RIGHT, WRONG))
+    weight = best_w.mean(0) / std
+    return TrainResult(weight, float(best_b.mean() - weight @ mean), round(float(best_epoch.float().mean())), right, wrong)

@@ -33,7 +33,7 @@ from judge import (
     labels_of,
     read_labels,
     read_states,
-    train_heads,
+    train_head,
 )
 from tp import Ranks, ranks_of, same, together, told
 
@@ -126,7 +126,7 @@ def run(args, ranks: Ranks) -> None:
     states = cached_states(path, key)
     assert states is not None
     labels, questions = labels_of(examples)
-    result = train_heads(as_features(model, states, args.kind), labels, questions, seed=args.seed, lr=args.lr)
+    result = train_head(as_features(model, states, args.kind), labels, questions, seed=args.seed, lr=args.lr)
     threshold = result.threshold_for(args.recall)
     Head(result.weight, result.bias, args.kind, pair.target.name, mark, threshold, args.label_rule, args.floor).save(args.out)
     print(f"{len(labels)} tokens, {int((labels == WRONG).sum())} of them wrong; {result.epochs} epochs\n"
