@@ -199,7 +199,8 @@ def load_model(
             model = Transformer(config, ranks, kept)
     found: dict[str, Tensor] = {}
     anew = kept != source.quantization
-    for name in source.files:
+    # the largest first: what turning one into its form takes beside it is then gone before the most is held
+    for name in sorted(source.files, key=lambda name: (-math.prod(source.shapes[name]), name)):
         tensor = read_part(source, name, config, ranks)
         if anew and name == "embed.weight" and config.tie_embeddings:
             found |= _quantized("output.weight", tensor.to(device), kept, False)
