@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 
+import compare_labels
 import label
 import pytest
 import torch
@@ -210,3 +211,15 @@ def test_labels_by_hand_with_a_step_back(tmp_path, monkeypatch, capsys):
     assert out.read_bytes() == before
     with pytest.raises(UserError, match="labelled by the rule 'span'"):
         read_labels(out, TOKENIZER, "rest")
+
+
+def test_labels_of_the_same_token_at_the_same_place_are_compared(tmp_path):
+    row = {"question": "q", "tokens": [5, 6, 7], "labels": [IGNORE, RIGHT, IGNORE], "alternatives": [[2, 9, WRONG], [2, 8, WRONG]]}
+    other = {**row, "alternatives": [[2, 9, RIGHT], [1, 8, WRONG]]}
+    for name, rows in (("one", [row, {"question": "r", "skipped": "why"}]), ("two", [other])):
+        (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    one, two = (compare_labels.labels_of(tmp_path / name) for name in ("one", "two"))
+    assert one == {("q", (5, 6)): RIGHT, ("q", (5, 6, 9)): WRONG, ("q", (5, 6, 8)): WRONG}
+    assert {place for place in one if place in two} == {("q", (5, 6)), ("q", (5, 6, 9))}
+    assert compare_labels.kappa([(RIGHT, RIGHT), (WRONG, WRONG)]) == 1
+    assert compare_labels.kappa([(RIGHT, RIGHT), (WRONG, RIGHT), (RIGHT, WRONG), (WRONG, WRONG)]) == 0

@@ -1,0 +1,124 @@
+"""The product of a few rows with an int8 weight on CUDA, as one Triton kernel; imported only where it is used.
+
+At batch 1 a pass costs the bytes it reads, and the plain expression, which widens the weight to 16 bits in memory first, reads
+and writes five bytes for each of the weight's. This kernel reads the weight once, widens it in registers and multiplies on the
+tensor cores: the weight's rows are the product's rows, so that one row of x, filled up to sixteen columns, is no waste of what
+is scarce. Where the weight is too small to keep every multiprocessor busy its inputs are divided (split-K): each part's sums go
+to memory that stays in the second-level cache, and the program that comes last adds them up in their order, so that a result
+never depends on who was first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_ROWS = 64  # of x: more are cheaper by the plain expression
+
+
+@triton.jit
+def int8_rows(
+    x, weight, scale, bias, out, sums, arrived, T, N, K, share,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """out [T, N] = x [T, K] · weight [N, K]ᵀ · scale [N] + bias [N], for BLOCK_N outputs and ``share`` inputs of them."""
+    block, part = tl.program_id(0), tl.program_id(1)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    rows = weight + n.to(tl.int64)[:, None] * K
+    total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for start in range(part * share, tl.minimum((part + 1) * share, K), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w = tl.load(rows + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0, eviction_policy="evict_first")
+        columns = tl.load(x + t[None, :] * K + k[:, None], mask=(t < T)[None, :] & (k < K)[:, None], other=0.0)
+        total = tl.dot(w.to(columns.dtype), columns, total)
+    place = t[None, :] * N + n[:, None]
+    inside = (n < N)[:, None] & (t < T)[None, :]
+    last = True
+    if SPLIT > 1:
+        tl.store(sums + part * T * N + place, total, mask=inside)
+        tl.debug_barrier()  # all of the program's sums are written before it says so
+        last = tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            for other in range(SPLIT):
+                total += tl.load(sums + other * T * N + place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + block, 0)  # ready for the next product
+    if last:
+        total *= tl.load(scale + n, mask=n < N, other=0.0)[:, None]
+        if HAS_BIAS:
+            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+class Plan(NamedTuple):
+    """How a product is cut up: a program's outputs and inputs at a time, the parts its inputs are divided into, and Triton's
+    warps and stages."""
+
+    block_n: int
+    block_k: int
+    split: int
+    warps: int
+    stages: int
+
+
+def plan_for(N: int, K: int, processors: int, block_n: int = 64, block_k: int = 128) -> Plan:
+    """A plan that keeps ``processors`` multiprocessors busy: as few parts as make two programs for each of them."""
+    blocks, steps = triton.cdiv(N, block_n), triton.cdiv(K, block_k)
+    wanted = max(1, triton.cdiv(2 * processors, blocks))
+    split = min(wanted, max(1, steps // 2), 16)  # a part of fewer than two steps would spend its time on sums
+    share = triton.cdiv(steps, split)
+    return Plan(block_n, block_k, triton.cdiv(steps, share), 4, 4)
+
+
+def block_t(T: int) -> int:
+    """Columns that a product of T rows is filled up to: the tensor cores take sixteen at least."""
+    return max(16, triton.next_power_of_2(T))
+
+
+def bytes_moved(T: int, N: int, K: int, plan: Plan) -> tuple[int, int]:
+    """(least, planned) bytes between memory and the processors: x, weight, steps and out once; and as the plan moves them.
+
+    What every program reads of x, and the sums of the parts, are counted in full, though they mostly stay in the second-level
+    cache.
+    """
+    least = N * K + 2 * T * K + 4 * N + 2 * T * N
+    again = 2 * T * K * (triton.cdiv(N, plan.block_n) - 1) + (8 * T * N * plan.split if plan.split > 1 else 0)
+    return least, least + again
+
+
+_scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+def scratch(device: torch.device, sums: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """Buffers for the parts' sums and for who has arrived, shared by all products of a device, which run one after another.
+
+    They grow as products are first met, which is before anything is captured into a graph.
+    """
+    have = _scratch.get(device)
+    if have is None or have[0].numel() < sums or have[1].numel() < blocks:
+        sums, blocks = max(sums, have[0].numel() if have else 0), max(blocks, have[1].numel() if have else 0)
+        _scratch[device] = (
+            torch.empty(sums, dtype=torch.float32, device=device),
+            torch.zeros(blocks, dtype=torch.int32, device=device),
+        )
+    return _scratch[device]
+
+
+def int8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    """x [T, K] of 16 bits times an int8 weight [N, K] times its steps [N], plus bias [N]; T at most MOST_ROWS. In x's dtype."""
+    (T, K), N = x.shape, weight.shape[0]
+    out = torch.empty((T, N), dtype=x.dtype, device=x.device)
+    blocks = triton.cdiv(N, plan.block_n)
+    share = triton.cdiv(triton.cdiv(K, plan.block_k), plan.split) * plan.block_k
+    sums, arrived = scratch(x.device, T * N * plan.split if plan.split > 1 else 1, blocks)
+    int8_rows[(blocks, plan.split)](
+        x.contiguous(), weight, scale, scale if bias is None else bias, out, sums, arrived, T, N, K, share,
+        BLOCK_T=block_t(T), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, SPLIT=plan.split, HAS_BIAS=bias is not None,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    return out
