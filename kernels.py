@@ -10,9 +10,11 @@ never depends on who was first.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -91,22 +93,20 @@ def bytes_moved(T: int, N: int, K: int, plan: Plan) -> tuple[int, int]:
     return least, least + again
 
 
-_scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
+_scratch: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
 
 
 def scratch(device: torch.device, sums: int, blocks: int) -> tuple[Tensor, Tensor]:
-    """Buffers for the parts' sums and for who has arrived, shared by all products of a device, which run one after another.
+    """Buffers for the parts' sums and for who has arrived, shared by a device's products, which run one after another.
 
-    They grow as products are first met, which is before anything is captured into a graph.
+    Smaller ones, that were outgrown, are kept: a captured graph may write to them.
     """
-    have = _scratch.get(device)
-    if have is None or have[0].numel() < sums or have[1].numel() < blocks:
-        sums, blocks = max(sums, have[0].numel() if have else 0), max(blocks, have[1].numel() if have else 0)
-        _scratch[device] = (
-            torch.empty(sums, dtype=torch.float32, device=device),
-            torch.zeros(blocks, dtype=torch.int32, device=device),
-        )
-    return _scratch[device]
+    have = _scratch.setdefault(device, [])
+    if not have or have[-1][0].numel() < sums or have[-1][1].numel() < blocks:
+        if have:
+            sums, blocks = max(sums, have[-1][0].numel()), max(blocks, have[-1][1].numel())
+        have.append((torch.empty(sums, device=device), torch.zeros(blocks, dtype=torch.int32, device=device)))
+    return have[-1]
 
 
 def int8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
@@ -122,3 +122,53 @@ def int8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, 
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
+
+
+def plain(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The product by PyTorch's own means: the kernel's reference, and what takes its place where it is the slower one."""
+    wide = weight.to(x.dtype)
+    if x.dtype == torch.float16:  # sums of up to 127 times x would leave its range
+        return F.linear(x, wide * scale[:, None].to(x.dtype), bias)
+    out = F.linear(x, wide) * scale
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def plans_for(N: int, K: int, processors: int) -> list[Plan]:
+    """The plans worth measuring for a product."""
+    return [plan_for(N, K, processors, block_n, block_k) for block_n, block_k in ((64, 128), (32, 128), (64, 256), (128, 128))]
+
+
+def seconds(product: Callable[[], Tensor]) -> float:
+    """Median of seven runs on the current device, its second-level cache emptied before each, as other layers would."""
+    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    times = []
+    for _ in range(9):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        product()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times[2:])[3]  # the first ones compile
+
+
+_chosen: dict[tuple[Any, ...], Plan | None] = {}  # None: the plain expression
+
+
+def int8_linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The product by what is fastest for its shape, which is measured when a shape is first met: while an engine warms up."""
+    (T, K), N = x.shape, weight.shape[0]
+    if T > MOST_ROWS or x.dtype == torch.float32:
+        return plain(x, weight, scale, bias)
+    key = x.device, x.dtype, block_t(T), N, K
+    if key not in _chosen:
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        ways: list[Plan | None] = [None, *plans_for(N, K, processors)]
+        _chosen[key] = min(ways, key=lambda way: seconds(lambda: by(way, x, weight, scale, bias)))
+    return by(_chosen[key], x, weight, scale, bias)
+
+
+def by(way: Plan | None, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The product by a plan, or by the plain expression."""
+    return plain(x, weight, scale, bias) if way is None else int8_product(x, weight, scale, bias, way)

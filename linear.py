@@ -44,21 +44,31 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("engine::int8_linear", mutates_args=())
-def int8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, D_in] times an int8 weight [D_out, D_in], steps left out, on a CPU. Returns fp32.
+@torch.library.custom_op("engine::int8_linear", mutates_args=(), device_types="cpu")
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, D_in] times an int8 weight [D_out, D_in] times its steps [D_out], plus bias. In x's dtype.
 
     An op of its own, since inductor (2.13) fails to compile PyTorch's int8 kernel where it would fuse what x is made by.
     """
     if x.dtype != torch.bfloat16 or x.shape[0] > 8:
-        return wide_linear(x, weight)
-    ones = torch.ones(weight.shape[0], dtype=x.dtype)  # the kernel takes steps in x's dtype only, which would round ours
-    return torch._weight_int8pack_mm(x, weight, ones).float()
+        out = wide_linear(x, weight)
+    else:
+        ones = torch.ones(weight.shape[0], dtype=x.dtype)  # the kernel takes steps in x's dtype only, which would round ours
+        out = torch._weight_int8pack_mm(x, weight, ones)
+    out = out * scale
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+@int8_linear.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    from kernels import int8_linear_cuda  # needs Triton, which comes with PyTorch for CUDA
+
+    return int8_linear_cuda(x, weight, scale, bias)
 
 
 @int8_linear.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 def n_rows(x: Tensor) -> int:
@@ -112,11 +122,7 @@ class Int8Linear(nn.Module):
         return parts["weight"].float() * parts["scale"][:, None]
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
-            out = F.linear(x, self.weight.to(x.dtype)) * self.scale
-        else:
-            out = int8_linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]) * self.scale
-        return (out if self.bias is None else out + self.bias).to(x.dtype)
+        return int8_linear(x.flatten(0, -2), self.weight, self.scale, self.bias).unflatten(0, x.shape[:-1])
 
     def with_judge(self, row: Tensor, n: int) -> Int8Linear:
         """This layer's first ``n`` rows and JUDGE_ROWS more, whose outputs sum to x · row.
