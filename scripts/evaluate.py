@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -187,8 +188,8 @@ def plot(path: Path, contenders: list[Contender], rules: dict[str, dict[str, Any
     for c in contenders:
         r = rules[c.name]
         if r["ci95"] is not None:
-            name = c.verify if c.verify in RULES else c.name
-            families.setdefault(name, []).append(Point(f"{c.threshold:g}", r["tokens_per_s"], r["accuracy"], *r["ci95"]))
+            name = c.verify + "".join(re.findall(r"\[.*\]", c.name)) if c.verify in RULES else c.name  # each head apart
+            families.setdefault(name, []).append(Point(f"{c.threshold:.2g}", r["tokens_per_s"], r["accuracy"], *r["ci95"]))
     trade_off_figure(path, families, "tokens/s", "accuracy (with 95 % intervals)")
 
 

@@ -13,7 +13,7 @@ from errors import UserError
 
 # Okabe and Ito's palette, and marks that differ too: lines are told apart without colour
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-MARKS = ("o", "s", "^", "D", "v", "P", "X")
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*", "h")  # more than colours, so that no pair of both comes twice
 
 
 class Point(NamedTuple):
@@ -70,14 +70,21 @@ def curves_figure(path: Path, curves: dict[str, Sequence[float]], x_label: str, 
 def trade_off_figure(path: Path, families: dict[str, list[Point]], x_label: str, y_label: str) -> None:
     """Points with their intervals, those of one family joined."""
     figure, axes = _figure()
+    placed = list[tuple[float, float, str, str]]()
     for i, (name, points) in enumerate(families.items()):
         colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
         points = sorted(points, key=lambda point: point.x)
         x, y = [p.x for p in points], [p.y for p in points]
         intervals = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
         axes.errorbar(x, y, intervals, color=colour, marker=mark, linewidth=1.6, elinewidth=0.8, capsize=2, label=name)
-        for point in points if len(points) > 1 else ():
-            axes.annotate(point.label, (point.x, point.y), (5, 5), textcoords="offset points", fontsize=8, color=colour)
+        placed += [(point.x, point.y, point.label, colour) for point in points if len(points) > 1]
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.legend(frameon=False)
+    figure.draw_without_rendering()  # where points lie on the page is known only now
+    taken = list[tuple[float, float]]()
+    for x, y, label, colour in placed:
+        at = axes.transData.transform((x, y))
+        if all(abs(at[0] - a) > 30 or abs(at[1] - b) > 12 for a, b in taken):  # labels that would overlap are left out
+            axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=8, color=colour)
+            taken.append(tuple(at))
     figure.savefig(path, dpi=150)
