@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch.compile may do first
 
 import torch
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from shapes import shape
@@ -11,7 +9,6 @@ from shapes import shape
 from linear import JUDGE_ROWS
 from tp import local_config
 
-os.environ["TRITON_INTERPRET"] = "1"  # for the whole process; nothing else on a CPU asks for Triton
 kernels = pytest.importorskip("kernels")
 
 # every product of a layer, and the output projection with the judge's rows, as one rank has them; scaled down
