@@ -104,6 +104,9 @@ def check_args(args: argparse.Namespace) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this machine has no CUDA device that PyTorch can use")
     sampling_of(args).check()
+    if args.temperature == 0 and (args.top_k or args.top_p < 1):
+        given = f"--top-k {args.top_k}" if args.top_k else f"--top-p {args.top_p:g}"
+        raise UserError(f"{given} has no effect at --temperature 0, which takes the likeliest token; give a temperature above 0")
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:

@@ -104,6 +104,8 @@ JUDGED = (*PAIR, "--judge", "head.pt")
     ((*PAIR, "--top-p", "0"), "--top-p is 0; it must be above 0 and at most 1"),
     ((*PAIR, "--top-p", "1.01"), "--top-p is 1.01"),
     ((*PAIR, "--top-k", "-1"), "--top-k is -1"),
+    ((*PAIR, "--top-k", "5"), "--top-k 5 has no effect at --temperature 0"),
+    ((*PAIR, "--top-p", "0.9"), "--top-p 0.9 has no effect at --temperature 0"),
     ((*PAIR, "--prompt", ""), "the prompt is empty"),
     ((*PAIR[:4], "--prompt-file", "absent.txt"), "absent.txt can't be read"),
     ((*PAIR, "--max-new-tokens", "508"), "a prompt of 5 tokens and --max-new-tokens 508 are 513 together; the context is 512"),
