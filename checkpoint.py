@@ -315,13 +315,14 @@ def find_pair(target: str, draft: str | None = None, judge: Path | None = None) 
     Raises:
         UserError: one of them isn't there, can't be read or doesn't fit: different vocabularies, a head made for another model.
     """
-    folder, other = find_checkpoint(target), None
-    context, tokenizer = load_config(folder).max_seq_len, load_tokenizer(folder)
-    if draft is not None:
-        other = find_checkpoint(draft)
-        context = min(context, load_config(other).max_seq_len)
-        check_same_vocabulary(tokenizer, load_tokenizer(other), str(folder), str(other))
-    return Pair(folder, other, head_for(folder, judge) if judge is not None else None, tokenizer, context)
+    with together():
+        folder, other = find_checkpoint(target), None
+        context, tokenizer = load_config(folder).max_seq_len, load_tokenizer(folder)
+        if draft is not None:
+            other = find_checkpoint(draft)
+            context = min(context, load_config(other).max_seq_len)
+            check_same_vocabulary(tokenizer, load_tokenizer(other), str(folder), str(other))
+        return Pair(folder, other, head_for(folder, judge) if judge is not None else None, tokenizer, context)
 
 
 def head_for(target: Path, path: Path) -> Head:

@@ -264,8 +264,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> None:
     if args.draft_tp not in (None, 1, ranks.size):
         choices = f"1 or {ranks.size}, the number of ranks" if ranks.size > 1 else "1, for there is one rank (torchrun starts more)"
         raise UserError(f"--draft-tp is {args.draft_tp}; it must be {choices}")
-    with together():
-        pair = checkpoint.find_pair(args.target, args.draft, args.judge)
+    pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     setup = Setup(args, pair, pair.context)
     colour = args.show or (sys.stdout.isatty() and not args.json)
     if args.interactive:
@@ -278,8 +277,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> None:
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"--prompt-file {args.prompt_file} can't be read: {error}") from None
         prompt = setup.encode(text)
-    if ranks.size > 1:
-        same("prompt", str(prompt))
+    same("prompt", str(prompt))
     start = time.perf_counter()
     engine = setup.load(len(prompt) + args.max_new_tokens)
     load_s = time.perf_counter() - start

@@ -31,7 +31,7 @@ from judge import Block, log_probabilities, verdict
 from model import Reader, Transformer
 from page import Passage, Span, describe, page, token_texts
 from tokenizer import Tokenizer
-from tp import Ranks, ranks_of, together
+from tp import Ranks, ranks_of
 
 LONGEST_BLOCK = 40
 PLACES = 8  # parts of an answer whose acceptance is shown apart
@@ -171,8 +171,7 @@ def main() -> None:
 
 def run(args, ranks: Ranks) -> None:
     """Read the answers, as one of the ranks; rank 0 writes the files."""
-    with together():
-        pair = checkpoint.find_pair(args.target, args.draft, args.judge)
+    pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     chosen = choose(args, pair)
     texts = read_texts(args.data, args.task, args.limit, args.raw, pair.tokenizer)
     longest = max(len(t.prompt) + len(t.answer) for t in texts)

@@ -31,7 +31,7 @@ from files import append_jsonl, check_writable, resume_jsonl, write_jsonl
 from generate import DEMO
 from judge import RULES, Head, check_threshold, default_threshold
 from tokenizer import Output, Tokenizer
-from tp import Ranks, ranks_of, together, told
+from tp import Ranks, ranks_of, told
 
 
 @dataclass(frozen=True)
@@ -273,8 +273,7 @@ def main() -> None:
 def run(args, ranks: Ranks) -> None:
     """Answer the problems, as one of the ranks; rank 0 writes the files."""
     problems = read_problems(args.task, args.data, args.limit)
-    with together():
-        pair = checkpoint.find_pair(args.target, args.draft)
+    pair = checkpoint.find_pair(args.target, args.draft)
     heads = {path.stem: checkpoint.head_for(pair.target, path) for path in args.judge}
     if len(heads) < len(args.judge):
         raise UserError(f"--judge names two files of one name: {', '.join(str(path) for path in args.judge)}")

@@ -33,7 +33,7 @@ from judge import IGNORE, RIGHT, WRONG, Labelled, Tuple, log_probabilities, pars
 from model import Reader, Transformer, common_length
 from page import Passage, Span, page, token_texts
 from tokenizer import Output, Tokenizer
-from tp import Ranks, ranks_of, together, told
+from tp import Ranks, ranks_of, told
 
 REALIGN = 16  # tokens to look through for where an earlier answer goes on
 
@@ -172,8 +172,7 @@ def label_automatically(args: argparse.Namespace, ranks: Ranks) -> None:
         raise UserError(f"--task {args.task} can't be mined: no program can tell whether its answers are right")
     if args.method == "likelihood" and args.given and not all(problem.given for problem in problems):
         raise UserError(f"--task {args.task} has no given answers; leave --given out")
-    with together():
-        pair = checkpoint.find_pair(args.target, args.draft)
+    pair = checkpoint.find_pair(args.target, args.draft)
     names = ("task", "temperature", "dtype", *(("threshold", "window", "given") if args.method == "likelihood" else ()))
     settings = {name: getattr(args, name) for name in names}
     settings["weights"] = [checkpoint.fingerprint(folder) for folder in (pair.target, pair.draft) if folder is not None]

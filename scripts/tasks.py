@@ -23,7 +23,7 @@ import sandbox
 from errors import UserError
 from files import read_jsonl
 from tokenizer import Tokenizer
-from tp import same, together, world
+from tp import same, together
 
 SHOTS = 4  # worked examples in front of a GSM8K question, from the end of the data file
 LETTERS = "ABCDEFGHIJ"
@@ -181,8 +181,7 @@ def read_problems(task: str, data: Path | None, limit: int) -> list[Problem]:
         raise UserError(f"--task {task} needs --data FILE, a JSON-lines file")
     with together():
         problems = TASKS[task].problems(data or Path(), limit)
-    if world().size > 1:
-        same("set of questions", hashlib.sha256(repr([p.turns for p in problems]).encode()).hexdigest()[:12])
+    same("set of questions", hashlib.sha256(repr([p.turns for p in problems]).encode()).hexdigest()[:12])
     return problems
 
 

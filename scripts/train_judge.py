@@ -103,8 +103,8 @@ def main() -> None:
 
 def run(args, ranks: Ranks) -> None:
     """Read the states, as one of the ranks; rank 0 trains and writes."""
+    pair = checkpoint.find_pair(args.target)
     with together():
-        pair = checkpoint.find_pair(args.target)
         examples = read_labels(args.labels, pair.tokenizer, args.label_rule, args.raw)
     longest = max(len(e.prompt) + len(e.answer) for e in examples)
     if longest > pair.context:
@@ -113,9 +113,9 @@ def run(args, ranks: Ranks) -> None:
     key = hashlib.sha256(json.dumps([mark, args.dtype, examples]).encode()).hexdigest()
     path = args.states or args.labels.with_name(f"{args.labels.name}.{pair.target.name}.{args.dtype}.{args.label_rule}.states")
     model, _ = pair.load(checkpoint.DTYPES[args.dtype], args.device)
-    if ranks.size > 1:
-        same("set of labels", key)
-    if not told(lambda: cached_states(path, key) is not None):
+    same("set of labels", key)
+    states = cached_states(path, key) if ranks.rank == 0 else None
+    if not told(lambda: states is not None):
         states = read_states(model, examples, lambda rows: tqdm(rows, desc="states", unit="answer"))
         if ranks.rank == 0:
             with replacing(path) as partial:
@@ -123,7 +123,6 @@ def run(args, ranks: Ranks) -> None:
             print(f"the target's states are kept in {path}", file=sys.stderr)
     if ranks.rank:
         return
-    states = cached_states(path, key)
     assert states is not None
     labels, questions = labels_of(examples)
     result = train_head(as_features(model, states, args.kind), labels, questions, seed=args.seed, lr=args.lr)

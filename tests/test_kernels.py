@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_report import products
 from shapes import shape
-
-from linear import JUDGE_ROWS
-from tp import local_config
 
 kernels = pytest.importorskip("kernels")
 
-# every product of a layer, and the output projection with the judge's rows, as one rank has them; scaled down
+# every product of a layer, and the output projection with the judge's rows, as one rank has them
 PRODUCTS = {
     (name, size, product): sizes
     for name in ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
     for size in (1, 2, 8)
-    for c in [shape(name)]
-    for mine in [local_config(c, size)]
-    for product, sizes in {
-        "wqkv": ((mine.n_heads + 2 * mine.n_kv_heads) * c.head_dim, c.dim), "wo": (c.dim, mine.n_heads * c.head_dim),
-        "w13": (2 * mine.ffn_dim, c.dim), "w2": (c.dim, mine.ffn_dim), "output": (mine.vocab_size + JUDGE_ROWS, c.dim),
-    }.items()
-}  # fmt: skip
+    for product, sizes in products(shape(name), size).items()
+}
 
 
 def operands(T, N, K, dtype=torch.float16, bias=False):
