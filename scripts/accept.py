@@ -43,8 +43,9 @@ class Text(NamedTuple):
     answer: list[int]
 
 
-def read_texts(path: Path | None, task: str | None, limit: int, raw: bool, tokenizer: Tokenizer) -> list[Text]:
+def read_texts(path: Path | None, task: str | None, limit: int, raw: bool, pair: checkpoint.Pair) -> list[Text]:
     """The answers to look at: a task's given ones, or rows of question and answer. Raises UserError."""
+    tokenizer = pair.tokenizer
     if path is None and (task is None or TASKS[task].needs_data):
         raise UserError("give a JSON-lines file of questions and answers, or --task demo, which needs none")
     if path is not None and task is None:
@@ -56,6 +57,9 @@ def read_texts(path: Path | None, task: str | None, limit: int, raw: bool, token
     found = [text for text in found if text.answer and text.prompt]
     if not found:
         raise UserError(f"{path or task} holds no given answers")
+    longest = max(len(t.prompt) + len(t.answer) for t in found)
+    if longest > pair.context:
+        raise UserError(f"the longest question and answer have {longest} tokens; the context is {pair.context}")
     return found
 
 
@@ -173,10 +177,8 @@ def run(args, ranks: Ranks) -> None:
     """Read the answers, as one of the ranks; rank 0 writes the files."""
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     chosen = choose(args, pair)
-    texts = read_texts(args.data, args.task, args.limit, args.raw, pair.tokenizer)
+    texts = read_texts(args.data, args.task, args.limit, args.raw, pair)
     longest = max(len(t.prompt) + len(t.answer) for t in texts)
-    if longest > pair.context:
-        raise UserError(f"the longest question and answer have {longest} tokens; the context is {pair.context}")
     models: list[Transformer | None] = list(pair.load(checkpoint.DTYPES[args.dtype], args.device))
     target, draft = (Reader(model, longest) if model is not None else None for model in models)
     assert target is not None

@@ -112,10 +112,7 @@ def main() -> None:
     pair = checkpoint.find_pair(args.target, None, args.judge)
     if checkpoint.open_source(pair.target, checkpoint.load_config(pair.target)).quantization != "none":
         raise UserError(f"{pair.target} is quantized already; compare with the checkpoint it was made from")
-    texts = read_texts(args.data, args.task, args.limit, False, pair.tokenizer)
-    longest = max(len(t.prompt) + len(t.answer) for t in texts)
-    if longest > pair.context:
-        raise UserError(f"the longest question and answer have {longest} tokens; the context is {pair.context}")
+    texts = read_texts(args.data, args.task, args.limit, False, pair)
     found: dict[str, dict[str, Tensor]] = {}
     for name, (dtype, mode) in FORMS.items():
         model, _ = pair.load(checkpoint.DTYPES[dtype], quantization=mode)
