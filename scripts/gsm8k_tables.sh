@@ -25,26 +25,36 @@ label() { # method, name, options
     python scripts/label.py "$method" --task gsm8k --data "$train" "${pair[@]}" --out "$folder/$name.jsonl" "$@"
 }
 
-evaluate others --rules plain,draft,standard,topk:1,topk:3,topk:5,kl >"$folder/others.txt" &
+first() { # what needs no judge, beside the labelling
+    # topk:1 isn't asked: it is the standard test, where decoding is greedy
+    evaluate others --rules plain,draft,standard,topk:3,topk:5,kl >"$folder/others.txt"
+    for seed in 1 2; do
+        label mine "sampled-$seed" --limit $((questions / 4)) --temperature 0.7 --seed "$seed"
+    done
+    python scripts/compare_labels.py "$folder/sampled-1.jsonl" "$folder/sampled-2.jsonl" | tee "$folder/stability.txt"
+}
+
+second() { # the judge elsewhere, beside the test problems
+    python scripts/accept.py "$test" --task gsm8k --limit "$problems" "${pair[@]}" --judge "$folder/mine.pt" \
+        --plot "$folder/runs.png" --rules standard,topk:3,topk:5,kl,judge:0.5,judge | tee "$folder/accept.txt"
+    python scripts/evaluate.py --task humaneval --data "$humaneval" --limit $((problems / 2)) "${pair[@]}" --no-compile \
+        --judge "$folder/mine.pt" --rules plain,draft,standard,judge --out "$folder/humaneval.jsonl" | tee "$folder/humaneval.txt"
+}
+
+first &
 trap 'kill $! 2>/dev/null || true' EXIT
 label mine mine --limit "$questions"
-label likelihood likelihood --limit $((questions / 3))
+label likelihood likelihood --limit $((questions / 2))
 heads=()
 for how in mine likelihood; do
     heads+=("$folder/$how.pt")
     [ -e "$folder/$how.pt" ] || python scripts/train_judge.py "$folder/$how.jsonl" --target "$target" --out "$folder/$how.pt"
 done
+wait $!
+second &
 evaluate judges --judge "${heads[@]}" --rules judge:0.3,judge:0.5,judge:0.7,judge
-python scripts/accept.py "$test" --task gsm8k --limit 100 "${pair[@]}" --judge "$folder/mine.pt" --plot "$folder/runs.png" \
-    --rules standard,topk:3,topk:5,kl,judge:0.5,judge | tee "$folder/accept.txt"
-python scripts/evaluate.py --task humaneval --data "$humaneval" --limit 40 "${pair[@]}" --no-compile --judge "$folder/mine.pt" \
-    --rules plain,draft,standard,judge --out "$folder/humaneval.jsonl" | tee "$folder/humaneval.txt"
-for seed in 1 2; do
-    label mine "sampled-$seed" --limit 50 --temperature 0.7 --seed "$seed"
-done
-python scripts/compare_labels.py "$folder/sampled-1.jsonl" "$folder/sampled-2.jsonl" | tee "$folder/stability.txt"
-wait
+wait $!
 trap - EXIT
 { cat "$folder/others.jsonl"; tail -n +2 "$folder/judges.jsonl"; } >"$folder/all.jsonl"
-evaluate all --judge "${heads[@]}" --rules plain,draft,standard,judge:0.3,judge:0.5,judge:0.7,judge,topk:1,topk:3,topk:5,kl \
+evaluate all --judge "${heads[@]}" --rules plain,draft,standard,judge:0.3,judge:0.5,judge:0.7,judge,topk:3,topk:5,kl \
     --plot "$folder/trade-off.png" | tee "$folder/all.txt"
