@@ -29,7 +29,7 @@ first() { # what needs no judge, beside the labelling
     # topk:1 isn't asked: it is the standard test, where decoding is greedy
     evaluate others --rules plain,draft,standard,topk:3,topk:5,kl >"$folder/others.txt"
     for seed in 1 2; do
-        label mine "sampled-$seed" --limit $((questions / 4)) --temperature 0.7 --seed "$seed"
+        label mine "sampled-$seed" --limit $((questions / 8)) --temperature 0.7 --seed "$seed"
     done
     python scripts/compare_labels.py "$folder/sampled-1.jsonl" "$folder/sampled-2.jsonl" | tee "$folder/stability.txt"
 }
