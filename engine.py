@@ -2,25 +2,29 @@
 
 All state of a running text lies on the device in fixed buffers. A round is one straight run of device work: M draft steps,
 one pass of the target over the M + 1 tokens, acceptance, the commit. Nothing in it depends on a value the host would have to
-read; the host reads one small result vector when the round is over. Plain decoding is the same round with M = 0.
+read: on CUDA it is one graph, and the host reads a round's small result vector while the next one runs (``launch.py``). Plain
+decoding is the same round with M = 0.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from errors import UserError
 from judge import Block, log_probabilities, next_distribution, verdict
+from launch import Flight, Launcher, Stopwatch
 from model import PREFILL_CHUNK, Transformer, common_length
+from pace import LENGTHS, Pace, round_costs
 from tokenizer import Output
-from tp import agree, best_and_log_p, best_of
+from tp import agree, best_and_log_p, best_of, told
 
 FIRST_BUCKET = 128  # the cache is read in lengths of 128, 256, 512, ...
 STANDARD, RULE, TARGET = "standard", "rule", "target"
@@ -76,31 +80,6 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(sums, torch.minimum(uniform * total, below_total), right=True)
 
 
-class Stopwatch:
-    """Where a round's time went: each mark gives the time since the last one to a name. Events on CUDA, so nothing waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.marks: list[tuple[str, Any]] = []  # seconds, or events on CUDA
-
-    def mark(self, name: str) -> None:
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((name, event))
-        else:
-            self.marks.append((name, time.perf_counter()))
-
-    def read(self) -> dict[str, float]:
-        """Milliseconds by name since the first mark; forgets them. On CUDA the device must have passed the last mark."""
-        spent: dict[str, float] = {}
-        for (_, last), (name, now) in zip(self.marks, self.marks[1:]):
-            ms = last.elapsed_time(now) if self.cuda else (now - last) * 1e3
-            spent[name] = spent.get(name, 0.0) + ms
-        self.marks = []
-        return spent
-
-
 class Note(NamedTuple):
     """What the models thought at one place of a block; probabilities are those that tokens are drawn from."""
 
@@ -117,6 +96,7 @@ class Round(NamedTuple):
 
     tokens: list[int]
     accepted_by: list[str]  # STANDARD or RULE for a drafted token, TARGET for the last
+    drafted: int  # M
     ms: dict[str, float]  # draft, verify, other
     notes: list[Note] | None = None  # one for each token, of a tracing engine
 
@@ -126,13 +106,15 @@ class Engine:
 
     Args:
         target, draft: loaded models on one device, of one dtype. Without a draft it decodes plainly.
-        draft_len: M, tokens drafted a round.
+        draft_len: M, tokens drafted a round; with ``adapt`` the most of them.
         verify: ``standard`` or a rule of ``judge.RULES``; ``judge`` needs a head fused into the target.
         threshold: the rule's knob.
         max_len: tokens a text may have, prompt included; caches are allocated for it.
         compile: compile the models' blocks (once for all layers).
         trace: note at each place what the models thought (costs time; for pictures).
         check_ranks: compare in every round what the ranks decided, before rank 0's word is taken (for debugging).
+        adapt: choose M before each round among ``pace.LENGTHS``, by the acceptance so far and costs that ``warm_up`` measures.
+        run_ahead: rounds launched before an outcome is read (default: 1 where rounds are CUDA graphs, else 0).
     """
 
     def __init__(
@@ -148,6 +130,8 @@ class Engine:
         compile: bool = False,
         trace: bool = False,
         check_ranks: bool = False,
+        adapt: bool = False,
+        run_ahead: int | None = None,
     ) -> None:
         sampling.check()
         self.target, self.draft, self.verify, self.threshold, self.sampling = target, draft, verify, threshold, sampling
@@ -161,7 +145,12 @@ class Engine:
                 raise UserError(f"{max_len} tokens don't fit into the {name}'s context of {model.config.max_seq_len}")
         weight = target.norm.weight
         self.device, self.max_len = weight.device, max_len
-        self.length = length = cache_length(max_len + self.M)
+        self.lengths = tuple(M for M in LENGTHS if M <= self.M) if adapt and self.M else ()
+        self.pace: Pace | None = None  # until rounds were timed
+        # what a trace or a check holds must be read before the next round
+        captured = self.device.type == "cuda" and not trace and not check_ranks
+        self.run_ahead = int(captured) if run_ahead is None else run_ahead
+        self.length = length = cache_length(max_len, self.M, self.run_ahead)
         self.target_cache = target.new_cache(length)
         self.draft_cache = draft.new_cache(length) if draft is not None else None
         self.tokens = torch.zeros(length + 1, dtype=torch.int64, device=self.device)
@@ -177,6 +166,7 @@ class Engine:
         self.draft_logits = torch.zeros((self.M, V), device=self.device) if self._keeps_draft_logits() else None
         self.result = torch.zeros(3 * self.M + 2, dtype=torch.int64, device=self.device)
         self.watch = Stopwatch(self.device)
+        self.launcher = Launcher(self.result, self.trace, self.watch, self.run_ahead + 1, self.generator, captured)
         if compile:
             for model in (target, draft):
                 if model is not None:
@@ -191,15 +181,35 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self) -> float:
-        """Run a round on an empty text, so that everything is compiled before the clock starts. Returns its seconds."""
+        """Run rounds on an empty text, so that everything is compiled, captured and, to adapt, timed before the clock starts.
+
+        Returns its seconds.
+        """
         start = time.perf_counter()
         self.text = []
-        for _ in range(2):
-            self.pos.zero_()
-            self.round(self._bucket(self.M + 1))
-            self.result.tolist()
-        self.watch.read()
+        if self.lengths:
+            self._time_lengths()
+        else:
+            self._trial(self.M, 2)
         return time.perf_counter() - start
+
+    def _trial(self, M: int, times: int) -> dict[str, float]:
+        """Run a round of M a few times on an empty text, each slot's graph too. Returns the last one's milliseconds by name."""
+        ms: dict[str, float] = {}
+        for _ in range(times + len(self.launcher.slots) * self.launcher.capture):
+            self.pos.zero_()
+            ms = self._launch(M, M + 1).outcome()[1]
+        return ms
+
+    def _time_lengths(self) -> None:
+        """Learn what a round costs by M. On a CPU, where that takes longer, the ends are timed and the rest lies between them."""
+        measured = self.lengths if self.device.type == "cuda" else (self.lengths[0], self.lengths[-1])
+        ms = {M: self._trial(M, 2) for M in measured}
+        longest = ms[measured[-1]]
+        costs = round_costs(
+            longest["draft"] / measured[-1], {M: now["verify"] for M, now in ms.items()}, longest["other"], self.lengths
+        )  # fmt: skip
+        self.pace = Pace(told(lambda: costs))  # every rank chooses by rank 0's
 
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int], seed: int | None = None) -> None:
@@ -231,18 +241,18 @@ class Engine:
                     model.step(model.known(chunk), positions, cache, bucket, compiled=False)
         self.text = list(prompt)
 
-    def round(self, bucket: int) -> None:
-        """Draft, verify, accept, commit; leaves the outcome in ``result``. ``bucket``: positions of the caches to read.
+    def round(self, M: int, bucket: int) -> None:
+        """Draft M, verify, accept, commit; leaves the outcome in ``result``. ``bucket``: positions of the caches to read.
 
-        ``result`` is [n, the n + 1 committed tokens and rubbish up to M + 1, M standard flags, M rule flags].
+        ``result`` begins with [n, the n + 1 committed tokens and rubbish up to M + 1, M standard flags, M rule flags].
         """
         self.watch.mark("start")
         uniform = None
         if self.sampling.temperature > 0:  # one draw for the whole round: M to draft, M to accept, 1 for the next token
-            uniform = torch.rand(2 * self.M + 1, generator=self.generator, device=self.device)
-        if self.M:
-            self._draft_block(bucket, uniform)
-        positions = self.pos + self.ahead
+            uniform = torch.rand(2 * M + 1, generator=self.generator, device=self.device)
+        if M:
+            self._draft_block(M, bucket, uniform)
+        positions = self.pos + self.ahead[: M + 1]
         read = self.tokens.index_select(0, positions)  # [cur, d_1, ..., d_M]
         self.watch.mark("other")
         states = self.target.step(read, positions, self.target_cache, bucket)
@@ -258,9 +268,10 @@ class Engine:
             best, log_p = best_and_log_p(local, self.target.ranks, self.target.config.vocab_size, drafted)
             logits, log_p = None, log_p[:-1]
         self.watch.mark("verify")
-        if self.M:
+        if M:
             given, z = None if logits is None else logits[:-1], None if judge is None else judge[1:]
-            block = Block(read[1:], best[:-1], given, self.draft_logits, z, log_p, self.target.judge_floor)
+            q = None if self.draft_logits is None else self.draft_logits[:M]
+            block = Block(read[1:], best[:-1], given, q, z, log_p, self.target.judge_floor)
             self._accept(block, best, logits, uniform)
         else:
             self.result[0] = 0
@@ -270,7 +281,7 @@ class Engine:
         if self.trace is not None and logits is not None:
             self._note(read[1:], logits, judge)
         n = self.result[0]
-        self.tokens.index_copy_(0, positions + 1, self.result[1 : self.M + 2])
+        self.tokens.index_copy_(0, positions + 1, self.result[1 : M + 2])
         self.pos += n + 1
         self.watch.mark("other")
 
@@ -281,13 +292,13 @@ class Engine:
         assert logits is not None
         return draw(logits[0].softmax(-1), uniform)
 
-    def _draft_block(self, bucket: int, uniform: Tensor | None) -> None:
+    def _draft_block(self, M: int, bucket: int, uniform: Tensor | None) -> None:
         """M draft steps, written behind the committed text. The first reads the last *two* tokens: after a wholly accepted
         block the draft has not read the last of it, and re-reading one is cheaper than knowing whether it must."""
         draft, cache, V = self.draft, self.draft_cache, self.target.config.vocab_size
         assert draft is not None and cache is not None
         positions = (self.pos + self.ahead[:2] - 1).clamp(min=0)
-        for i in range(self.M):
+        for i in range(M):
             read = draft.known(self.tokens.index_select(0, positions))
             self.watch.mark("other")
             states = draft.step(read, positions, cache, bucket)[-1:]
@@ -303,52 +314,67 @@ class Engine:
                 token = self._choose(logits.argmax(-1), logits, None if uniform is None else uniform[i : i + 1])
             self.tokens.index_copy_(0, positions, token)
         if draft.ranks.size < self.target.ranks.size:  # each rank has drafted for itself
-            block = self.tokens.index_select(0, self.pos + self.ahead[1:])
+            places = self.pos + self.ahead[1 : M + 1]
+            block = self.tokens.index_select(0, places)
             agree(block, self.check_ranks)
-            self.tokens.index_copy_(0, self.pos + self.ahead[1:], block)
+            self.tokens.index_copy_(0, places, block)
 
     def _accept(self, block: Block, best: Tensor, logits: Tensor | None, uniform: Tensor | None) -> None:
         """Apply the rules to a block and write the outcome to ``result``. best [M + 1], logits [M + 1, V]."""
-        M = self.M
+        M = len(block.drafted)
         n, standard, relaxed = verdict(block, self.verify, self.threshold, None if uniform is None else uniform[M : 2 * M])
         if uniform is None:
             own = best.index_select(0, n.view(1))
         else:
-            assert self.draft_logits is not None and logits is not None
-            own = draw(next_distribution(logits, self.draft_logits, n), uniform[2 * M :])
+            assert block.draft_logits is not None and logits is not None
+            own = draw(next_distribution(logits, block.draft_logits, n), uniform[2 * M :])
         tokens = torch.cat((block.drafted, own)).index_copy(0, n.view(1), own)
-        torch.cat((n.view(1), tokens, standard.long(), relaxed.long()), out=self.result)
+        torch.cat((n.view(1), tokens, standard.long(), relaxed.long()), out=self.result[: 3 * M + 2])
 
     def _note(self, drafted: Tensor, logits: Tensor, judge: Tensor | None) -> None:
         """Fill ``trace``, a row for each place of the block, fields as in ``Note`` (ids are exact in fp32 up to 2^24)."""
         assert self.trace is not None
-        M, p = self.M, logits.softmax(-1)
+        M, p = len(drafted), logits.softmax(-1)
         p_best, best = p.max(-1)
         self.trace.fill_(math.nan)
-        self.trace[:, 0], self.trace[:, 1], self.trace[:, 2] = best, p_best, -1
+        self.trace[: M + 1, 0], self.trace[: M + 1, 1], self.trace[: M + 1, 2] = best, p_best, -1
         if M:
             assert self.draft_logits is not None
             own = drafted[:, None]
             self.trace[:M, 2], self.trace[:M, 3] = drafted, p[:M].gather(-1, own)[:, 0]
-            self.trace[:M, 4] = self.draft_logits.softmax(-1).gather(-1, own)[:, 0]
+            self.trace[:M, 4] = self.draft_logits[:M].softmax(-1).gather(-1, own)[:, 0]
             if judge is not None:
                 self.trace[:M, 5] = judge[1:].sigmoid()
 
+    def _launch(self, M: int, length: int) -> Flight:
+        """Launch a round of M; with what it may commit, the text has at most ``length`` tokens."""
+        bucket = self._bucket(length)
+        return self.launcher.launch((M, bucket), M, lambda: self.round(M, bucket))
+
     @torch.inference_mode()
     def rounds(self, length: int) -> Iterator[Round]:
-        """Run rounds on a prefilled text of ``length`` tokens until ``max_len``, one for each step of the iterator."""
-        M = self.M
+        """Run rounds on a prefilled text of ``length`` tokens until ``max_len``, one for each step of the iterator.
+
+        Rounds that were launched ahead when the caller leaves are lost; they change nothing that a later text reads.
+        """
+        flying: deque[Flight] = deque()
         while length < self.max_len:
-            self.round(self._bucket(length + M))
-            n, *values = self.result.tolist()
+            while len(flying) <= self.run_ahead:
+                M = self.M if self.pace is None else self.pace.best()
+                flying.append(self._launch(M, length + M + sum(other.M + 1 for other in flying)))
+            flight = flying.popleft()
+            (n, *values), ms, trace = flight.outcome()
+            M = flight.M
+            if self.pace is not None:
+                self.pace.saw(n, M)
             standard = values[M + 1 : 2 * M + 1]
             accepted_by = [STANDARD if standard[i] else RULE for i in range(n)] + [TARGET]
             length += n + 1
             self.text += values[: n + 1]
             notes = None
-            if self.trace is not None:
-                notes = [Note(int(best), p, int(drafted), *rest) for best, p, drafted, *rest in self.trace[: n + 1].tolist()]
-            yield Round(values[: n + 1], accepted_by, self.watch.read(), notes)
+            if trace is not None:
+                notes = [Note(int(best), p, int(drafted), *rest) for best, p, drafted, *rest in trace[: n + 1]]
+            yield Round(values[: n + 1], accepted_by, M, ms, notes)
 
     def complete(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int] = ()) -> list[int]:
         """The ids that follow a prompt: up to a stop token, which is left out, or ``max_new_tokens``."""
@@ -364,8 +390,9 @@ class Engine:
         return ids
 
 
-def cache_length(length: int) -> int:
-    """Positions that caches for ``length`` tokens have."""
+def cache_length(max_len: int, draft_len: int, run_ahead: int) -> int:
+    """Positions that caches for texts of ``max_len`` tokens have: the last rounds may reach beyond the end."""
+    length = max_len + draft_len + run_ahead * (draft_len + 1)
     return -(-length // FIRST_BUCKET) * FIRST_BUCKET
 
 

@@ -20,6 +20,7 @@ from errors import Parser, UserError, run_cli
 from files import check_writable, write_text
 from judge import RULES, check_threshold, default_threshold
 from linear import MODES
+from pace import LENGTHS
 from page import Passage, generated_spans, page
 from tokenizer import Output
 from tp import Ranks, ranks_of, same, together, told
@@ -44,7 +45,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--verify", choices=["standard", *RULES], help="who accepts drafts (default: judge with a head, else standard)")
     add("--threshold", type=float, metavar="X", help="the rule's knob: δ for judge (default: the head's, 0.5), K for topk (5), "
         "ε for typical (0.09), τ for kl (0.3)")  # fmt: skip
-    add("--draft-len", type=int, metavar="M", help="tokens drafted a round (default: 25 under the judge, else 8)")
+    add("--draft-len", type=draft_length, metavar="M", help="tokens drafted a round, or auto: the number that promises the most "
+        "tokens/s, by the acceptance so far (default: 25 under the judge, else 8)")  # fmt: skip
     prompt = p.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
     prompt.add_argument("--prompt-file", metavar="F", type=Path, help="read the prompt from a UTF-8 file")
@@ -77,6 +79,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def draft_length(text: str) -> int | str:
+    """What follows --draft-len. Raises UserError where it is neither a number nor ``auto``."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise UserError(f"--draft-len is {text!r}; it must be a number of tokens, or auto") from None
+
+
 def check_args(args: argparse.Namespace) -> None:
     """Fill in the defaults that depend on each other. Raises UserError for what can't be."""
     if args.target is None:
@@ -93,7 +103,7 @@ def check_args(args: argparse.Namespace) -> None:
     if args.draft_len is None:
         args.draft_len = 25 if args.verify == "judge" else 8
     for name in ("draft_len", "max_new_tokens", "num_samples"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) != "auto" and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.html is not None and args.interactive:
         raise UserError("--html can't be had with --interactive")
@@ -143,9 +153,11 @@ class Setup:
         threshold = a.threshold
         if threshold is None and a.verify in RULES:
             threshold = default_threshold(a.verify, self.pair.head)
+        adapt = a.draft_len == "auto"
         return Engine(
-            target, draft, draft_len=a.draft_len, verify=a.verify, threshold=threshold or 0.0, sampling=sampling_of(a),
-            max_len=max_len, compile=not a.no_compile, trace=a.html is not None, check_ranks=a.check_ranks,
+            target, draft, draft_len=LENGTHS[-1] if adapt else a.draft_len, verify=a.verify, threshold=threshold or 0.0,
+            sampling=sampling_of(a), max_len=max_len, compile=not a.no_compile, trace=a.html is not None,
+            check_ranks=a.check_ranks, adapt=adapt,
         )  # fmt: skip
 
 
@@ -153,7 +165,8 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
     """The JSON object of ``--json``: medians over samples; text, ids, rounds and who accepted what are the first sample's."""
     a, first = setup.args, runs[0].output
     all_ms = [now.ms for run in runs for now in run.rounds]
-    read = engine.target.weight_bytes() + (engine.draft.weight_bytes() * engine.M if engine.draft is not None else 0)
+    target_bytes, draft_bytes = engine.target.weight_bytes(), engine.draft.weight_bytes() if engine.draft is not None else 0
+    read = [sum(target_bytes + now.drafted * draft_bytes for now in run.rounds) for run in runs]
     return {
         "text": first.text,
         "tokens": first.tokens,
@@ -172,13 +185,13 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
         "draft_ms": statistics.median(ms.get("draft", 0.0) for ms in all_ms),
         "verify_ms": statistics.median(ms.get("verify", 0.0) for ms in all_ms),
         "other_ms": statistics.median(ms.get("other", 0.0) for ms in all_ms),
-        "bandwidth_gb_s": statistics.median(read * len(r.rounds) / r.decode_s for r in runs) / 1e9,
+        "bandwidth_gb_s": statistics.median(size / r.decode_s for size, r in zip(read, runs)) / 1e9,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else checkpoint.peak_memory(),
         "config": {
             "target": str(setup.pair.target), "draft": str(setup.pair.draft) if setup.pair.draft else None,
             "judge": str(a.judge) if a.judge else None, "verify": engine.verify,
             "threshold": engine.threshold if engine.verify in RULES else None,
-            "floor": engine.target.judge_floor if engine.verify == "judge" else None, "draft_len": engine.M,
+            "floor": engine.target.judge_floor if engine.verify == "judge" else None, "draft_len": a.draft_len if engine.M else 0,
             "temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed, "dtype": a.dtype,
             "quantize": engine.target.quantization, "device": a.device, "ranks": engine.target.ranks.size,
             "num_samples": a.num_samples, "compile": not a.no_compile,

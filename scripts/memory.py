@@ -80,7 +80,7 @@ def plan(args) -> dict[str, int]:
     context = min(8192, room) if args.context is None else args.context
     if context > room:
         raise UserError(f"--context is {context}; there is room for {room}")
-    length = cache_length(context + M)
+    length = cache_length(context, M, 1)
     rows = {}
     for who, (config, folder) in found.items():
         kept = checkpoint.open_source(folder, config).quantization if folder is not None else "none"
@@ -115,7 +115,7 @@ def load(args, pair: checkpoint.Pair, context: int) -> Loaded:
     peak = torch.cuda.max_memory_allocated() if cuda else max(0, checkpoint.peak_memory() - resident)
     tensors = {p.data_ptr(): p.nbytes for model in models if model is not None for p in model.parameters()}
     M = args.draft_len if args.draft else 0
-    caches = [model.new_cache(cache_length(context + M)) for model in models if model is not None]
+    caches = [model.new_cache(cache_length(context, M, 1)) for model in models if model is not None]
     held = sum(t.nbytes for cache in caches for t in (cache.k, cache.v, cache.cos, cache.sin))
     return Loaded(seconds, sum(tensors.values()), held, peak)
 

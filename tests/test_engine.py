@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine import Engine, Sampling, draw, match_vocabulary, warp
 from errors import UserError
+from launch import Launcher
 from tokenizer import Output
 
 PROMPT = [5, 17, 99, 3, 64, 2, 2, 31]
@@ -160,7 +164,101 @@ def test_a_round_never_asks_the_device_for_a_value(verify, temperature):
         sampling = Sampling(temperature, top_k=20, top_p=0.9)
         engine = Engine(target, draft, draft_len=5, verify=verify, threshold=0.5, sampling=sampling, max_len=100)
         with torch.inference_mode():
-            engine.round(128)
+            engine.round(5, 128)
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses every operation that touches a device other than meta, where there are no values to read or copy."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, out)):
+            assert not isinstance(x, torch.Tensor) or x.device.type == "meta", f"{func} touches {x.device}"
+        return out
+
+
+@pytest.mark.parametrize("verify", ["standard", "judge", "topk", "typical", "kl"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("M", [0, 5])
+def test_a_round_copies_nothing_between_devices(verify, temperature, M, monkeypatch):
+    drawn = torch.rand
+
+    def rand(*size, generator, device):  # generators exist for real devices only
+        return drawn(*size, device=device)
+
+    target, draft = tiny(), tiny(seed=1)
+    target.fuse_judge(torch.randn(48), 0.0, "post_norm")
+    target, draft = target.to("meta"), draft.to("meta")
+    monkeypatch.setattr(torch, "Generator", lambda device: None)
+    engine = Engine(target, draft if M else None, draft_len=M, verify=verify, sampling=Sampling(temperature), max_len=100)
+    monkeypatch.setattr(torch, "rand", rand)
+    with torch.inference_mode(), OneDevice():
+        engine.round(M, 128)
+
+
+def test_what_the_two_modes_refuse():
+    x = torch.ones(3)
+    with FakeTensorMode() as fake, pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
+        fake.from_tensor(x).sum().item()
+    with OneDevice(), pytest.raises(AssertionError, match="touches cpu"):
+        x.to("meta")
+
+
+class Replayed(Launcher):
+    """A launcher that captures, but whose graphs are the calls themselves."""
+
+    def _captured(self, run):
+        self.captures = getattr(self, "captures", 0) + 1
+        marks = []
+        return SimpleNamespace(replay=lambda: (run(), marks.__setitem__(slice(None), self.watch.taken()))), marks
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize(
+    "M, verify, temperature", [(0, "standard", 0.0), (4, "standard", 0.0), (7, "judge", 0.0), (4, "judge", 0.9)]
+)
+def test_rounds_launched_ahead_are_the_same_rounds(ahead, capture, M, verify, temperature):
+    target, draft = tiny(), tiny(seed=0, num_hidden_layers=2)
+    target.fuse_judge(torch.randn(48), 0.0, "post_norm")
+    options = {"draft_len": M, "verify": verify, "sampling": Sampling(temperature), "max_len": 200}
+    engine = Engine(target, draft if M else None, **options)
+    ahead_engine = Engine(target, draft if M else None, **options, run_ahead=ahead)
+    if capture:
+        old = ahead_engine.launcher
+        ahead_engine.launcher = Replayed(old.result, old.trace, old.watch, ahead + 1, old.generator, False)
+        ahead_engine.launcher.capture = True
+    for prompt, n in ((PROMPT, 300), (PROMPT[:3], 20), (PROMPT * 3, 300)):  # to the end, left early, to the end
+        expected, got = decode(engine, prompt, n, 5), decode(ahead_engine, prompt, n, 5)
+        assert got == expected
+    if capture:  # a graph for each bucket and slot
+        assert ahead_engine.launcher.captures == 2 * (ahead + 1)
+
+
+@pytest.mark.parametrize("verify", ["standard", "judge"])
+def test_an_adaptive_length_gives_the_same_text(verify):
+    target, draft = tiny(), tiny(seed=0, num_hidden_layers=2)
+    target.fuse_judge(torch.randn(48) * 100, 0.0, "post_norm")
+    engine = Engine(target, draft, draft_len=12, adapt=True, verify=verify, threshold=1.0, max_len=200)
+    engine.warm_up()
+    assert sorted(engine.pace.round_ms) == [2, 5, 8, 12]
+    engine.prefill(PROMPT)
+    rounds = list(engine.rounds(len(PROMPT)))
+    tokens = [token for now in rounds for token in now.tokens][:140]
+    assert is_greedy(target, PROMPT, tokens)
+    assert {now.drafted for now in rounds} <= {2, 5, 8, 12}
+
+
+def test_500_rounds_compile_nothing_after_the_warm_up():
+    torch._dynamo.reset()
+    target, draft = tiny(max_position_embeddings=4096), tiny(seed=1, num_hidden_layers=1, max_position_embeddings=4096)
+    engine = Engine(target, draft, draft_len=3, max_len=1000, compile=True)
+    engine.warm_up()
+    engine.prefill(PROMPT)
+    compiled = dict(torch._dynamo.utils.counters["stats"])
+    assert compiled["unique_graphs"] >= 2
+    assert sum(1 for _ in itertools.islice(engine.rounds(len(PROMPT)), 500)) == 500
+    assert torch._dynamo.utils.counters["stats"] == compiled
 
 
 def test_a_round_keeps_its_buffers():

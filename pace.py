@@ -1,0 +1,64 @@
+"""How many tokens to draft: the length that promises the most tokens a second, by what was accepted so far and what rounds cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+LENGTHS = (2, 5, 8, 12, 18, 25, 36)  # few, since each is a graph of its own on CUDA
+FORGET = 0.98  # what an observation still counts a round later: texts change as they go on
+GUESS, GUESSES = 0.8, 5.0  # the share of drafted tokens accepted, before any was seen, and what that guess counts
+POOLED = 4.0  # what the mean over all places counts at each place
+
+
+class Pace:
+    """Chooses M before each round.
+
+    A drafted token's chance, given that all before it were accepted, is estimated for each place of a block from how often it
+    was tried and accepted, drawn towards the mean over all places; places that were never tried have the mean.
+
+    Args:
+        round_ms: milliseconds of a round, by M: the lengths to choose among.
+    """
+
+    def __init__(self, round_ms: Mapping[int, float]) -> None:
+        self.round_ms = dict(round_ms)
+        self.tried, self.accepted = ([0.0] * max(round_ms) for _ in range(2))
+
+    def saw(self, n: int, M: int) -> None:
+        """Take note of a round that accepted n of M drafted tokens."""
+        self.tried = [FORGET * x for x in self.tried]
+        self.accepted = [FORGET * x for x in self.accepted]
+        for i in range(min(n + 1, M)):
+            self.tried[i] += 1
+            self.accepted[i] += i < n
+
+    def expected(self, M: int) -> float:
+        """Tokens that a round of M is expected to commit, the target's own included."""
+        mean = (sum(self.accepted) + GUESSES * GUESS) / (sum(self.tried) + GUESSES)
+        total = reached = 1.0
+        for tried, accepted in zip(self.tried[:M], self.accepted[:M]):
+            reached *= (accepted + POOLED * mean) / (tried + POOLED)
+            total += reached
+        return total
+
+    def best(self) -> int:
+        """M of the most expected tokens a millisecond."""
+        return max(self.round_ms, key=lambda M: self.expected(M) / self.round_ms[M])
+
+
+def round_costs(
+    draft_ms: float, verify_ms: Mapping[int, float], other_ms: float, lengths: Sequence[int] = LENGTHS
+) -> dict[int, float]:
+    """Milliseconds of a round by M, from a draft step's and from passes of the target that were measured at some lengths.
+
+    Between two lengths that were measured a pass is taken to lie on the line between them.
+    """
+    known = sorted(verify_ms)
+
+    def verify(M: int) -> float:
+        above = next((k for k in known if k >= M), known[-1])
+        below = next((k for k in reversed(known) if k <= M), known[0])
+        share = (M - below) / (above - below) if above > below else 0.0
+        return verify_ms[below] + share * (verify_ms[above] - verify_ms[below])
+
+    return {M: M * draft_ms + verify(M) + other_ms for M in lengths}
