@@ -394,6 +394,11 @@ class Transformer(nn.Module):
         """Bytes of weights that one pass reads: all but the embedding table, of which a token reads one row."""
         return sum(p.nbytes for name, p in self.named_parameters(remove_duplicate=False) if name != "embed.weight")
 
+    def position_bytes(self) -> int:
+        """Bytes of keys and values for each position of a text."""
+        local = self.local
+        return 2 * local.n_layers * local.n_kv_heads * local.head_dim * self.norm.weight.element_size()
+
     def compile_blocks(self, dynamic: bool) -> None:
         """Compile the layer step once, for all layers. With ``dynamic``, one graph serves every T > 1 and every bucket."""
         # each bucket and each number of rows may be a graph of its own: with the default limit the later ones would run uncompiled

@@ -67,6 +67,23 @@ def curves_figure(path: Path, curves: dict[str, Sequence[float]], x_label: str, 
     figure.savefig(path, dpi=150)
 
 
+def rounds_figure(path: Path, bars: dict[str, dict[str, float]], x_label: str) -> None:
+    """A bar for each name, of its parts end to end."""
+    figure, axes = _figure()
+    names = list(bars)
+    left = [0.0] * len(names)
+    for i, part in enumerate(next(iter(bars.values()))):
+        widths = [bars[name][part] for name in names]
+        axes.barh(names, widths, left=left, label=part, color=COLOURS[i], hatch=("", "//", "..")[i % 3], edgecolor="white")
+        left = [a + b for a, b in zip(left, widths)]
+    for y, end in enumerate(left):
+        axes.annotate(f"{end:.3g}", (end, y), (4, 0), textcoords="offset points", va="center")
+    axes.invert_yaxis()
+    axes.set(xlabel=x_label, xlim=(0, 1.1 * max(left)))
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
 def trade_off_figure(path: Path, families: dict[str, list[Point]], x_label: str, y_label: str) -> None:
     """Points with their intervals, those of one family joined."""
     figure, axes = _figure()

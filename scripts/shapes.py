@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 import checkpoint
 from errors import UserError
-from model import Config
+from model import Config, Transformer
+from tp import Ranks
 
 LLAMA31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 8192}  # fmt: skip
@@ -57,3 +60,38 @@ def find_shape(name: str) -> tuple[Config, Path | None]:
     except UserError as error:
         raise UserError(f"{error}; known shapes are {', '.join(ROWS)}") from None
     return checkpoint.load_config(folder), folder
+
+
+def unloaded_model(config: Config, quantization: str, dtype: torch.dtype, ranks: Ranks = Ranks()) -> Transformer:
+    """A model, or one rank's part of it, that has no memory: to count its bytes, or to fill it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return Transformer(config, ranks, quantization)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def random_model(
+    config: Config, quantization: str, dtype: torch.dtype, device: torch.device | str, ranks: Ranks = Ranks()
+) -> Transformer:
+    """A model of random weights, or one rank's part of it, made on its device; of a size at which states stay finite."""
+    model = unloaded_model(config, quantization, dtype, ranks)
+    model.to_empty(device=device).requires_grad_(False).eval()
+    for name, p in model.named_parameters():
+        if p.dtype == torch.int8:
+            p.random_(-127, 128)
+        elif p.dtype == torch.uint8:
+            p.random_(0, 256)
+        elif name.endswith(".scale"):  # of numbers about 73 (int8) or 5 (int4, whose zeros are small beside that) in size
+            p.fill_(config.dim**-0.5 / (73 if p.dim() == 1 else 5))
+        elif name.endswith("norm.weight"):
+            p.fill_(1)
+        elif p.dim() == 1:
+            p.zero_()
+        else:
+            p.normal_(std=p.shape[1] ** -0.5)
+    model.tie()
+    model.pack()
+    return model

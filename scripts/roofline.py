@@ -1,0 +1,408 @@
+"""What a round should take: milliseconds of a draft step, a verify pass and the round, what they are made of, and the bound.
+
+A pass over T tokens reads each weight once and the keys and values of the text. Its time is the sum of
+
+  bytes        weights and KV cache over the bandwidth that kernels reach (--efficiency of the memory's), or, where that takes
+               longer, the arithmetic over the tensor cores' peak
+  kernels      10 small kernels a layer and 8 around the layers, of which each costs --kernel-us beside its bytes
+  collectives  two sums a layer, one for the embedding, one exchange of maxima, each --collective-us and its bytes over the link
+
+and a round is M draft steps, a verify pass, and 40 kernels of acceptance. The bound is the bytes alone, at the memory's full
+bandwidth. On a CPU, which can't multiply and read at once as well as a GPU does, bytes and arithmetic are added up. With
+--calibrate the time for each byte comes from what scripts/benchmark.py measured on the machine, at each number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+from shapes import find_shape, shape, unloaded_model
+
+from errors import Parser, UserError, run_cli
+from linear import MODES
+from model import Config
+from tp import Ranks
+
+KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = 10, 8, 40
+COLLECTIVE_US = {"symmetric": 9.0, "nccl": 18.0}  # a small all-reduce inside a graph (SGLang #10571: 9; 16 to 19)
+LINK_BANDWIDTH = 450e9  # bytes/s, NVLink in one direction
+LONGEST_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and what is taken for granted about it. Bandwidths in bytes/s."""
+
+    name: str
+    bandwidth: float
+    flops: float
+    efficiency: float = 0.85
+    kernel_us: float = 2.0
+    collective_us: float = COLLECTIVE_US["symmetric"]
+    cpu: bool = False
+    measured: dict[int, float] = field(default_factory=dict)  # tokens -> seconds for each byte of weights; empty: by the above
+
+
+GPUS = {  # peak memory bandwidth, dense bf16 arithmetic
+    "a100": Machine("a100", 2.039e12, 312e12, collective_us=COLLECTIVE_US["nccl"]),
+    "h100": Machine("h100", 3.35e12, 989e12),
+    "h200": Machine("h200", 4.8e12, 989e12),
+    "b200": Machine("b200", 8.0e12, 2250e12),
+}
+
+
+class Model(NamedTuple):
+    """One rank's part of a model, as far as time is concerned."""
+
+    layers: int
+    dim: int
+    ranks: int
+    bytes: int  # of weights that one pass reads
+    weights: int  # numbers among them
+    kv_bytes: int  # of keys and values, for each position
+    attention: int  # multiplications for each token and position
+
+
+def model_of(config: Config, ranks: int, quantization: str) -> Model:
+    """Counted on the program's own modules, in bfloat16 or as quantized. Raises UserError where it doesn't divide."""
+    model = unloaded_model(config, quantization, torch.bfloat16, Ranks(0, ranks))
+    local = model.local
+    per_layer = config.dim * (local.n_heads + 2 * local.n_kv_heads) * local.head_dim + local.n_heads * local.head_dim * config.dim
+    per_layer += 3 * config.dim * local.ffn_dim
+    return Model(
+        config.n_layers, config.dim, ranks, model.weight_bytes(), config.n_layers * per_layer + local.vocab_size * config.dim,
+        model.position_bytes(), 2 * config.n_layers * local.n_heads * local.head_dim,
+    )  # fmt: skip
+
+
+def between(points: dict[int, float], x: int) -> float:
+    """A value at x on the lines through points; beyond the last two, along their line; before the first, the first's."""
+    known = sorted(points)
+    if x <= known[0] or len(known) == 1:
+        return points[known[0]]
+    above = next((i for i, k in enumerate(known) if k >= x), len(known) - 1)
+    a, b = known[above - 1], known[above]
+    return points[a] + (points[b] - points[a]) * (x - a) / (b - a)
+
+
+def pass_terms(m: Model, machine: Machine, T: int, context: int) -> dict[str, float]:
+    """Milliseconds of one pass over T tokens behind ``context`` others, by what they are spent on."""
+    read, multiplied = m.bytes + context * m.kv_bytes, 2 * T * (m.weights + context * m.attention)
+    by_bytes, by_flops = read / (machine.bandwidth * machine.efficiency), multiplied / machine.flops
+    if machine.measured:
+        by_bytes, by_flops = read * between(machine.measured, T), 0.0
+    terms = {
+        "bytes": by_bytes,
+        "arithmetic": by_flops if machine.cpu else max(0.0, by_flops - by_bytes),
+        "kernels": (KERNELS_A_LAYER * m.layers + KERNELS_A_PASS) * machine.kernel_us * 1e-6,
+        "collectives": 0.0,
+    }
+    if m.ranks > 1:
+        # every rank reads the others' parts (one-shot), or sends its own around twice: the less of both
+        message = 2 * T * m.dim * min(m.ranks - 1, 2) / LINK_BANDWIDTH
+        terms["collectives"] = (2 * m.layers + 2) * (machine.collective_us * 1e-6 + message)
+    return {name: 1e3 * seconds for name, seconds in terms.items()}
+
+
+def mean_accepted(chance: float, M: int) -> float:
+    """m* where each drafted token is accepted with this chance after those before it."""
+    return sum(chance**i for i in range(1, M + 1))
+
+
+def chance_for(accepted: float, M: int) -> float:
+    """The chance at which a block of M gives this m*."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_accepted(middle, M) < accepted else (low, middle)
+    return (low + high) / 2
+
+
+def acceptance_curve(text: str, M: int) -> list[float]:
+    """m* for blocks of 1, 2, ... LONGEST_BLOCK tokens, from what follows --acceptance.
+
+    A number is m* at M, and a drafted token's chance is taken to be the same everywhere. FILE:RULE is a curve that accept.py
+    measured, continued by its last step's chance.
+
+    Raises:
+        UserError: it is neither, or more than M.
+    """
+    try:
+        accepted = float(text)
+    except ValueError:
+        return measured_curve(text)
+    if not 0 <= accepted <= M:
+        raise UserError(f"--acceptance is {accepted:g}; a block of {M} drafted tokens gives from 0 to {M}")
+    chance = chance_for(accepted, M)
+    return [mean_accepted(chance, m) for m in range(1, LONGEST_BLOCK + 1)]
+
+
+def measured_curve(text: str) -> list[float]:
+    name, _, rule = text.rpartition(":")
+    try:
+        lines = Path(name).read_text(encoding="utf-8").splitlines()
+        curve = [float(x) for x in json.loads(lines[-1])["rules"][rule]["mean_accepted"]]
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        raise UserError(f"--acceptance is {text!r}; give m* as a number, or FILE:RULE with what accept.py --json printed") from None
+    steps = [b - a for a, b in zip([0.0, *curve], curve)]
+    while len(curve) < LONGEST_BLOCK:
+        chance = steps[-1] / steps[-2] if len(steps) > 1 and steps[-2] > 0 else 0.0
+        steps.append(steps[-1] * min(1.0, chance))
+        curve.append(curve[-1] + steps[-1])
+    return curve
+
+
+class Forecast(NamedTuple):
+    """A round of M, in milliseconds."""
+
+    M: int
+    draft: dict[str, float]  # a step, by term
+    verify: dict[str, float]
+    other_ms: float
+    tokens: float  # a round commits
+    bound_ms: float
+
+    @property
+    def draft_ms(self) -> float:
+        return sum(self.draft.values())
+
+    @property
+    def verify_ms(self) -> float:
+        return sum(self.verify.values())
+
+    @property
+    def round_ms(self) -> float:
+        return self.M * self.draft_ms + self.verify_ms + self.other_ms
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1e3 * self.tokens / self.round_ms
+
+
+def forecast(target: Model, draft: Model | None, machine: Machine, M: int, accepted: float, context: int) -> Forecast:
+    """A round of M drafted tokens of which ``accepted`` are taken; without a draft, M and that are 0."""
+    bound = (target.bytes + context * target.kv_bytes) / machine.bandwidth
+    if draft is not None:
+        bound += M * (draft.bytes + context * draft.kv_bytes) / machine.bandwidth
+    return Forecast(
+        M, pass_terms(draft, machine, 1, context) if draft is not None else {}, pass_terms(target, machine, M + 1, context),
+        KERNELS_A_ROUND * machine.kernel_us * 1e-3 if M else 0.0, 1 + accepted, 1e3 * bound,
+    )  # fmt: skip
+
+
+def calibrated(machine: Machine, path: Path) -> Machine:
+    """The machine with seconds for each byte as benchmark.py measured them.
+
+    Two models at one token tell what a layer costs beside its bytes; with one model that stays as it was.
+
+    Raises:
+        UserError: the file holds no benchmark.
+    """
+    try:
+        passes = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["passes"]
+        points = [(int(p["rows"]), p["ms"] / 1e3, int(p["bytes"]), int(p["layers"])) for p in passes]
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        raise UserError(f"--calibrate {path} doesn't end in what benchmark.py --json printed") from None
+    single = sorted((p for p in points if p[0] == 1), key=lambda p: p[2])
+    if len(single) > 1:
+        (_, t1, b1, l1), (_, t2, b2, l2) = single[0], single[-1]
+        determinant = b1 * l2 - b2 * l1
+        layer = (b1 * t2 - b2 * t1) / determinant if determinant else 0.0
+        machine = replace(machine, kernel_us=max(0.0, layer * 1e6 / KERNELS_A_LAYER))
+    measured: dict[int, list[float]] = {}
+    for rows, seconds, size, layers in points:
+        overhead = (KERNELS_A_LAYER * layers + KERNELS_A_PASS) * machine.kernel_us * 1e-6
+        measured.setdefault(rows, []).append(max(0.0, seconds - overhead) / size)
+    return replace(machine, measured={rows: sum(found) / len(found) for rows, found in measured.items()})
+
+
+# who says so, target, its bits, GPU, ranks, tokens/s; 8B: Llama-3.1
+PUBLISHED = [
+    ("gpt-fast README", "llama-3.1-8b", "none", "a100", 1, 94.0), ("gpt-fast README", "llama-3.1-8b", "int8", "a100", 1, 138.0),
+    ("gpt-fast README", "llama-3.1-8b", "none", "a100", 8, 276.0), ("gpt-fast README", "llama-3.1-70b", "none", "a100", 4, 37.0),
+    ("gpt-fast README", "llama-3.1-70b", "none", "a100", 8, 59.0), ("gpt-fast README", "llama-3.1-70b", "int8", "a100", 8, 76.0),
+    ("gpt-fast README", "llama-3.1-405b", "int8", "a100", 8, 15.6), ("gpt-fast PR 158", "llama-3.1-8b", "none", "h100", 1, 165.0),
+    ("SGLang docs", "llama-3.1-8b", "none", "h100", 1, 158.0), ("NVIDIA NIM docs, fp8", "llama-3.1-70b", "int8", "h100", 2, 52.0),
+    ("NVIDIA blog, fp8", "llama-3.1-405b", "int8", "h200", 4, 33.5),
+    ("Judge Decoding, plain", "llama-3.1-405b", "int8", "h100", 8, 33.0),
+]  # fmt: skip
+
+
+def check_published() -> dict[str, Any]:
+    """Forecasts of plain decoding beside what others measured with their own programs."""
+    print("| source | model | weights | GPUs | measured tokens/s | forecast | forecast / measured |", file=sys.stderr)
+    print("| --- | --- | --- | --- | ---: | ---: | ---: |", file=sys.stderr)
+    rows = []
+    for source, name, kept, gpu, ranks, measured in PUBLISHED:
+        found = forecast(model_of(shape(name), ranks, kept), None, GPUS[gpu], 0, 0.0, 1024).tokens_per_s
+        rows.append({"source": source, "model": name, "quantize": kept, "gpu": gpu, "ranks": ranks, "measured": measured,
+                     "forecast": found})  # fmt: skip
+        print(f"| {source} | {name} | {'bf16' if kept == 'none' else kept} | {ranks} × {gpu} | {measured:g} | {found:.1f} | "
+              f"{found / measured:.2f} |", file=sys.stderr)  # fmt: skip
+    # the paper's round: 20.7 tokens at 129 tokens/s
+    models = [model_of(shape(name), 8, "int8") for name in ("llama-3.1-405b", "llama-3.1-8b")]
+    judged = forecast(models[0], models[1], GPUS["h100"], 25, 19.7, 1024)
+    rows.append({"source": "Judge Decoding", "measured": 129.0, "forecast": judged.tokens_per_s})
+    print(f"| Judge Decoding, 8B → 405B, m* 19.7 | llama-3.1-405b | int8 | 8 × h100 | 129 | {judged.tokens_per_s:.1f} | "
+          f"{judged.tokens_per_s / 129:.2f} |", file=sys.stderr)  # fmt: skip
+    return {"published": rows}
+
+
+def report(name: str, f: Forecast, machine: Machine) -> list[str]:
+    """Terms of a forecast as Markdown."""
+    lines = [f"### {name}", "", "| ms | a draft step | the verify pass |", "| --- | ---: | ---: |"]
+    lines += [f"| {term} | {f.draft.get(term, 0.0):.3f} | {f.verify[term]:.3f} |" for term in f.verify]
+    lines += [f"| **all** | **{f.draft_ms:.3f}** | **{f.verify_ms:.3f}** |", ""]
+    lines.append(
+        f"a round: {f.M} × {f.draft_ms:.3f} + {f.verify_ms:.3f} + {f.other_ms:.3f} = {f.round_ms:.2f} ms for {f.tokens:.1f} "
+        f"tokens: {f.tokens_per_s:.0f} tokens/s on {machine.name}; bound by bytes alone: {1e3 * f.tokens / f.bound_ms:.0f}"
+    )
+    return lines
+
+
+def binding(f: Forecast) -> str:
+    """The term that most of a round goes to."""
+    total = {f"draft {term}": f.M * ms for term, ms in f.draft.items()} | {f"verify {term}": ms for term, ms in f.verify.items()}
+    return max(total, key=lambda name: total[name])
+
+
+def summary(name: str, f: Forecast) -> dict[str, Any]:
+    return {
+        "draft": name, "draft_len": f.M, "draft_ms": f.draft_ms, "verify_ms": f.verify_ms, "other_ms": f.other_ms,
+        "round_ms": f.round_ms, "tokens_per_round": f.tokens, "tokens_per_s": f.tokens_per_s,
+        "bound_tokens_per_s": 1e3 * f.tokens / f.bound_ms, "binds": binding(f),
+        "terms": {"draft": f.draft, "verify": f.verify},
+    }  # fmt: skip
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = p.add_argument
+    add("--target", default="llama-3.1-405b", metavar="NAME", help="a shape, or a checkpoint (default: llama-3.1-405b)")
+    add(
+        "--draft",
+        metavar="NAME[=M*]",
+        nargs="+",
+        help="the same, of the draft; several are compared, each with its own m* if given",
+    )
+    add("--gpu", choices=[*GPUS, "cpu"], default="h100", help="default: h100; cpu needs --bandwidth and --gflops, or --calibrate")
+    add("--nproc", type=int, default=1, metavar="N", help="ranks (default: 1)")
+    add("--quantize", choices=["none", *MODES], default="none", help="weights of both models (default: none, bfloat16)")
+    add("--draft-quantize", choices=["none", *MODES], help="of the draft alone")
+    add("--draft-tp", type=int, choices=[1], help="1: each rank holds the whole draft")
+    add("--draft-len", type=int, default=25, metavar="M", help="tokens drafted a round (default: 25)")
+    add(
+        "--acceptance",
+        metavar="M*|FILE:RULE",
+        help="accepted drafted tokens a round at --draft-len, or a curve from accept.py --json",
+    )
+    add("--context", type=int, default=1024, metavar="N", help="tokens of text read by attention (default: 1024)")
+    add(
+        "--search",
+        action="store_true",
+        help=f"find the best M of 1 to {LONGEST_BLOCK} for each draft, and whether to divide the draft over the ranks",
+    )
+    add("--collective", choices=COLLECTIVE_US, help="how small sums go over the ranks (default: symmetric; nccl on the A100)")
+    add("--efficiency", type=float, metavar="X", help="share of the memory's bandwidth that kernels reach (default: 0.85)")
+    add("--kernel-us", type=float, metavar="US", help="microseconds that a kernel costs beside its bytes (default: 2)")
+    add("--bandwidth", type=float, metavar="GB/S", help="the memory's, in place of the table's")
+    add("--gflops", type=float, metavar="X", help="arithmetic in GFLOP/s, in place of the table's")
+    add("--calibrate", type=Path, metavar="FILE", help="what benchmark.py --json printed on the machine")
+    add("--check", action="store_true", help="compare forecasts of plain decoding with published figures, and end")
+    add("--json", action="store_true", help="end stdout with one JSON object; the tables go to stderr")
+    args = p.parse_args(argv)
+    for name in ("nproc", "context", "draft_len"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    if args.draft_len > LONGEST_BLOCK:
+        raise UserError(f"--draft-len is {args.draft_len}; forecasts go up to {LONGEST_BLOCK}")
+    for name in ("efficiency", "kernel_us", "bandwidth", "gflops"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be above 0")
+    if args.efficiency is not None and args.efficiency > 1:
+        raise UserError(f"--efficiency is {args.efficiency:g}; it must be at most 1")
+    if args.draft is None and (args.acceptance is not None or args.search):
+        raise UserError(f"{'--search' if args.search else '--acceptance ' + args.acceptance} needs a --draft")
+    return args
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """The device that the options describe. Raises UserError for a CPU without its numbers."""
+    if args.gpu == "cpu":
+        if args.calibrate is None and (args.bandwidth is None or args.gflops is None):
+            raise UserError("--gpu cpu needs its --bandwidth and --gflops, or --calibrate with what benchmark.py measured")
+        machine = Machine("cpu", 1e9 * (args.bandwidth or 30.0), 1e9 * (args.gflops or 100.0), kernel_us=10.0, cpu=True)
+    else:
+        machine = GPUS[args.gpu]
+    changes: dict[str, float] = {}
+    if args.bandwidth is not None:
+        changes["bandwidth"] = 1e9 * args.bandwidth
+    if args.gflops is not None:
+        changes["flops"] = 1e9 * args.gflops
+    if args.efficiency is not None:
+        changes["efficiency"] = args.efficiency
+    if args.kernel_us is not None:
+        changes["kernel_us"] = args.kernel_us
+    if args.collective is not None:
+        changes["collective_us"] = COLLECTIVE_US[args.collective]
+    machine = replace(machine, **changes)
+    return machine if args.calibrate is None else calibrated(machine, args.calibrate)
+
+
+def split_draft(text: str) -> tuple[str, str | None]:
+    """A draft's name, and the m* that may follow it."""
+    name, _, accepted = text.partition("=")
+    return name, accepted or None
+
+
+def forecasts(args: argparse.Namespace, machine: Machine) -> list[tuple[str, Forecast]]:
+    """A forecast for each draft, or the one of plain decoding. Raises UserError."""
+    target = model_of(find_shape(args.target)[0], args.nproc, args.quantize)
+    if args.draft is None:
+        return [("plain", forecast(target, None, machine, 0, 0.0, args.context))]
+    found = []
+    for text in args.draft:
+        name, own = split_draft(text)
+        accepted = own or args.acceptance
+        if accepted is None:
+            raise UserError(f"--draft {name} needs its m*: give --acceptance M*, or --draft {name}=M*")
+        sharing = {1 if args.draft_tp == 1 else args.nproc} | ({1} if args.search else set())
+        drafts = {ranks: model_of(find_shape(name)[0], ranks, args.draft_quantize or args.quantize) for ranks in sharing}
+        curve = acceptance_curve(accepted, args.draft_len)
+        lengths = range(1, LONGEST_BLOCK + 1) if args.search else [args.draft_len]
+        every = [
+            (f"{name} on {ranks}" if ranks > 1 else name, forecast(target, draft, machine, M, curve[M - 1], args.context))
+            for ranks, draft in drafts.items()
+            for M in lengths
+        ]
+        found.append(max(every, key=lambda pair: pair[1].tokens_per_s))
+    return sorted(found, key=lambda pair: -pair[1].tokens_per_s)
+
+
+def main() -> None:
+    args = parse_args()
+    if args.check:
+        said: dict[str, Any] = check_published()
+    else:
+        machine = machine_of(args)
+        found = forecasts(args, machine)
+        lines = [line for name, f in found for line in [*report(f"{args.target} with {name}", f, machine), ""]]
+        print("\n".join(lines[:-1]), file=sys.stderr if args.json else sys.stdout)
+        said = summary(*found[0]) | {"machine": machine.name, "ranks": args.nproc, "target": args.target}
+        said["others"] = [summary(*other) for other in found[1:]]
+    if args.json:
+        print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    run_cli(main)
