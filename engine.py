@@ -114,6 +114,7 @@ class Engine:
         trace: note at each place what the models thought (costs time; for pictures).
         check_ranks: compare in every round what the ranks decided, before rank 0's word is taken (for debugging).
         adapt: choose M before each round among ``pace.LENGTHS``, by the acceptance so far and costs that ``warm_up`` measures.
+        capture: on CUDA let rounds be graphs.
         run_ahead: rounds launched before an outcome is read (default: 1 where rounds are CUDA graphs, else 0).
     """
 
@@ -131,6 +132,7 @@ class Engine:
         trace: bool = False,
         check_ranks: bool = False,
         adapt: bool = False,
+        capture: bool = True,
         run_ahead: int | None = None,
     ) -> None:
         sampling.check()
@@ -148,7 +150,7 @@ class Engine:
         self.lengths = tuple(M for M in LENGTHS if M <= self.M) if adapt and self.M else ()
         self.pace: Pace | None = None  # until rounds were timed
         # what a trace or a check holds must be read before the next round
-        captured = self.device.type == "cuda" and not trace and not check_ranks
+        captured = capture and self.device.type == "cuda" and not trace and not check_ranks
         self.run_ahead = int(captured) if run_ahead is None else run_ahead
         self.length = length = cache_length(max_len, self.M, self.run_ahead)
         self.target_cache = target.new_cache(length)

@@ -1,0 +1,274 @@
+"""This engine beside transformers and llama.cpp: the same model, prompts and precision, greedy, interleaved; ratios printed.
+
+Everyone continues the same token ids by the same number of tokens, once by one token and once by all, and the difference of the
+two times is what the others took: so reading the prompt counts for nobody. A peer that isn't installed is left out, with a word.
+transformers gets the weights of our checkpoint; llama.cpp reads its own files (--gguf, --draft-gguf).
+
+    pip install -r requirements-peers.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+from benchmark import spread
+from tasks import TASKS, encode, read_problems
+from torch import Tensor
+from tqdm import tqdm
+
+import checkpoint
+from convert_hf_checkpoint import LAYER_NAMES, PARTS, TOP_NAMES
+from engine import Engine
+from errors import Parser, UserError, run_cli
+from generate import DEMO
+from judge import default_threshold
+from linear import MODES
+from model import Config, common_length
+
+OURS = "ours"
+
+
+class Peer(NamedTuple):
+    """Someone who decodes: ids of a prompt and a number of new tokens, to those tokens."""
+
+    name: str
+    complete: Callable[[list[int], int], list[int]]
+
+
+def our_peers(args: argparse.Namespace, pair: checkpoint.Pair, max_len: int) -> list[Peer]:
+    """Plain decoding; with a draft the standard test; with a head the judge."""
+    target, draft = pair.load(checkpoint.DTYPES[args.dtype], quantization=args.quantize)
+    if not args.no_compile:
+        for model in (target, draft):
+            if model is not None:
+                model.compile_blocks(dynamic=True)
+    engines = {"plain": Engine(target, max_len=max_len)}
+    if draft is not None:
+        engines["standard"] = Engine(target, draft, draft_len=args.draft_len, max_len=max_len)
+    if draft is not None and pair.head is not None:
+        threshold = default_threshold("judge", pair.head)
+        engines["judge"] = Engine(target, draft, draft_len=25, verify="judge", threshold=threshold, max_len=max_len)
+
+    def complete(engine: Engine) -> Callable[[list[int], int], list[int]]:
+        def run(prompt: list[int], n: int) -> list[int]:
+            engine.text = []  # the prompt is read, whatever came before
+            return engine.complete(prompt, n)
+
+        return run
+
+    for engine in engines.values():
+        engine.warm_up()
+    return [Peer(f"{OURS}: {name}", complete(engine)) for name, engine in engines.items()]
+
+
+def their_weights(folder: Path) -> dict[str, Tensor]:
+    """Our checkpoint's weights by Hugging Face's names, fused ones taken apart."""
+    config = checkpoint.load_config(folder)
+    source = checkpoint.open_source(folder, config)
+    if source.quantization != "none":
+        raise UserError(f"{folder} is {source.quantization}; transformers needs the checkpoint that isn't quantized")
+    single = {ours: theirs for theirs, (ours, _) in LAYER_NAMES.items() if ours not in PARTS}
+    found = {}
+    for name in source.files:
+        tensor = checkpoint.read_part(source, name, config)
+        top = next((theirs for theirs, ours in TOP_NAMES.items() if ours == name), None)
+        if top is not None:
+            found[top] = tensor
+            continue
+        _, layer, rest = name.split(".", 2)
+        stem, _, kind = rest.rpartition(".")
+        if stem in PARTS:
+            names = [theirs for theirs, (ours, _) in LAYER_NAMES.items() if ours == stem]
+            for theirs, part in zip(names, tensor.split(widths(stem, config))):
+                found[f"model.layers.{layer}.{theirs}.{kind}"] = part
+        else:
+            found[f"model.layers.{layer}.{single[rest] if rest in single else f'{single[stem]}.{kind}'}"] = tensor
+    return found
+
+
+def widths(stem: str, config: Config) -> list[int]:
+    """Rows of each part of a fused weight."""
+    if stem == "w13":
+        return [config.ffn_dim] * 2
+    return [config.n_heads * config.head_dim] + [config.n_kv_heads * config.head_dim] * 2
+
+
+def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
+    """Our checkpoint as transformers would have it. Raises ImportError."""
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=dtype)
+    model.load_state_dict({name: t.to(dtype) for name, t in their_weights(folder).items()}, strict=False, assign=True)
+    model.tie_weights()
+    rebuilt = type(model.model.rotary_emb)(config=model.config)  # its buffers aren't weights
+    model.model.rotary_emb = rebuilt
+    return model.eval()
+
+
+def transformers_peers(args: argparse.Namespace, pair: checkpoint.Pair) -> list[Peer]:
+    """Plain decoding, the same compiled with a static cache, and assisted generation."""
+    dtype = checkpoint.DTYPES[args.dtype]
+    model = transformers_model(pair.target, dtype)
+    quiet = {"do_sample": False, "pad_token_id": 0}
+
+    def complete(which: Any, **options: Any) -> Callable[[list[int], int], list[int]]:
+        def run(prompt: list[int], n: int) -> list[int]:
+            ids = torch.tensor([prompt])
+            options_now = {**quiet, **options, "min_new_tokens": n, "max_new_tokens": n}
+            out = which.generate(ids, attention_mask=torch.ones_like(ids), **options_now)
+            return out[0, len(prompt) :].tolist()
+
+        return run
+
+    peers = [Peer("transformers: plain", complete(model))]
+    if not args.no_compile:
+        compiled = transformers_model(pair.target, dtype)
+        compiled.forward = torch.compile(compiled.forward)
+        peers.append(Peer("transformers: static cache, compiled", complete(compiled, cache_implementation="static")))
+    if pair.draft is not None:
+        assistant = transformers_model(pair.draft, dtype)
+        peers.append(Peer("transformers: assisted", complete(model, assistant_model=assistant)))
+    return peers
+
+
+def llama_peers(args: argparse.Namespace, max_len: int) -> list[Peer]:
+    """Plain decoding of a GGUF file and, with a draft's, speculation. Raises ImportError."""
+    import llama_cpp
+
+    threads = torch.get_num_threads()
+
+    def load(path: Path, **options: Any) -> Any:
+        return llama_cpp.Llama(str(path), n_ctx=max_len + 64, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
+
+    def complete(llama: Any) -> Callable[[list[int], int], list[int]]:
+        def run(prompt: list[int], n: int) -> list[int]:
+            llama.reset()
+            tokens: list[int] = []
+            for token in llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
+                tokens.append(token)
+                if len(tokens) == n:
+                    break
+            return tokens
+
+        return run
+
+    peers = [Peer("llama.cpp: plain", complete(load(args.gguf)))]
+    if args.draft_gguf is not None:
+        draft = load(args.draft_gguf)
+
+        class Drafting(llama_cpp.llama_speculative.LlamaDraftModel):
+            def __call__(self, input_ids: Any, /, **options: Any) -> Any:
+                import numpy
+
+                drafted = []
+                for token in draft.generate(input_ids.tolist(), temp=0.0, repeat_penalty=1.0):
+                    drafted.append(token)
+                    if len(drafted) == args.draft_len:
+                        break
+                return numpy.array(drafted, dtype=numpy.intc)
+
+        peers.append(Peer("llama.cpp: speculative", complete(load(args.gguf, draft_model=Drafting(), logits_all=True))))
+    return peers
+
+
+def gather_peers(args: argparse.Namespace, pair: checkpoint.Pair, max_len: int) -> list[Peer]:
+    """Ours, and those that are installed and can be had; a word about the others."""
+    peers = our_peers(args, pair, max_len)
+    if args.quantize != "none":
+        print("transformers is left out: it has no weights of this form on a CPU", file=sys.stderr)
+    else:
+        try:
+            peers += transformers_peers(args, pair)
+        except ImportError:
+            print("transformers is left out: it isn't installed (pip install -r requirements-peers.txt)", file=sys.stderr)
+    if args.gguf is None:
+        print("llama.cpp is left out: it needs --gguf FILE", file=sys.stderr)
+    else:
+        try:
+            peers += llama_peers(args, max_len)
+        except ImportError:
+            print("llama.cpp is left out: it isn't installed (pip install -r requirements-peers.txt)", file=sys.stderr)
+    return peers
+
+
+def measure(peers: list[Peer], prompts: list[list[int]], repeat: int, n: int) -> dict[str, dict[str, Any]]:
+    """Tokens a second of each behind the first token, and how many of its tokens are as ours of plain decoding."""
+    speeds: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    same: dict[str, list[int]] = {peer.name: [] for peer in peers}
+    for i in tqdm(range(-1, repeat), desc="texts of each"):  # the first one warms up
+        prompt, reference = prompts[i % len(prompts)], list[int]()
+        for peer in peers:
+            times = []
+            for count in (1, n):
+                start = time.perf_counter()
+                tokens = peer.complete(prompt, count)
+                times.append(time.perf_counter() - start)
+            reference = reference or tokens
+            if i >= 0:
+                speeds[peer.name].append((n - 1) / (times[1] - times[0]))
+                same[peer.name].append(common_length(reference, tokens))
+    return {name: {"tokens_per_s": spread(found), "as_ours": statistics.mean(same[name])} for name, found in speeds.items()}
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The figures as Markdown: our best and our plain decoding over each."""
+    plain = rows[f"{OURS}: plain"]["tokens_per_s"][0]
+    best = max(r["tokens_per_s"][0] for name, r in rows.items() if name.startswith(OURS))
+    lines = ["| who | tokens/s | our plain over it | our best over it | tokens as ours |", "| --- " + "| ---: " * 4 + "|"]
+    for name, r in rows.items():
+        middle, low, high = r["tokens_per_s"]
+        lines.append(
+            f"| {name} | {middle:.2f} ({low:.2f}–{high:.2f}) | {plain / middle:.2f} | {best / middle:.2f} | {r['as_ours']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--target", default=str(DEMO / "target"), metavar="NAME", help="checkpoint (default: the demo's)")
+    p.add_argument("--draft", metavar="NAME", help="draft checkpoint")
+    p.add_argument("--judge", type=Path, metavar="FILE", help="judge head")
+    p.add_argument("--gguf", type=Path, metavar="FILE", help="the target for llama.cpp, of the same precision")
+    p.add_argument("--draft-gguf", type=Path, metavar="FILE", help="the draft for llama.cpp")
+    p.add_argument("--task", choices=TASKS, default="demo", help="where prompts come from (default: demo)")
+    p.add_argument("--data", type=Path, metavar="FILE", help="the task's JSON-lines file")
+    p.add_argument("--limit", type=int, default=3, metavar="N", help="prompts (default: 3)")
+    p.add_argument("--repeat", type=int, default=3, metavar="N", help="texts of each (default: 3)")
+    p.add_argument("--new-tokens", type=int, default=64, metavar="N", help="of a text (default: 64)")
+    p.add_argument("--draft-len", type=int, default=8, metavar="M", help="of the standard test and of llama.cpp (default: 8)")
+    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo")
+    p.add_argument("--quantize", choices=["none", *MODES], default="none", help="our weights (default: none)")
+    p.add_argument("--no-compile", action="store_true", help="nobody compiles")
+    p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")
+    args = p.parse_args()
+    args.dtype = args.dtype or ("float32" if args.target == str(DEMO / "target") else "bfloat16")
+    for name, least in (("limit", 1), ("repeat", 1), ("new_tokens", 2), ("draft_len", 1)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {least}")
+    for name in ("gguf", "draft_gguf"):
+        path = getattr(args, name)
+        if path is not None and not path.is_file():
+            raise UserError(f"--{name.replace('_', '-')} {path} is no file")
+    pair = checkpoint.find_pair(args.target, args.draft, args.judge)
+    prompts = [encode(pair.tokenizer, problem, args.task) for problem in read_problems(args.task, args.data, args.limit)]
+    max_len = max(map(len, prompts)) + args.new_tokens
+    with torch.inference_mode():
+        rows = measure(gather_peers(args, pair, max_len), prompts, args.repeat, args.new_tokens)
+    print(table(rows), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps({"new_tokens": args.new_tokens, "threads": torch.get_num_threads(), "dtype": args.dtype, "peers": rows}))
+
+
+if __name__ == "__main__":
+    run_cli(main)

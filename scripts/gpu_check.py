@@ -1,0 +1,186 @@
+"""Everything about this project that needs a GPU, in one command: is it right there, how fast is it, and what follows for eight.
+
+  right      the demo pair: texts on the GPU against the CPU's, and rounds as CUDA graphs against rounds as they are
+  kernels    the int8 product against its reference, its time against the plain expression's, the bandwidth it reaches
+  8b-*       plain decoding of an 8B with random weights, in bfloat16 and int8
+  shard-*    one rank's part of 8B/405B on 8 and of 8B/70B on 2 GPUs, judge decoding at the published acceptance
+  forecast   those rounds with the collectives that one GPU leaves out, by the latencies that roofline.py takes for granted
+
+Each part is a process of its own, so that one that fails leaves the others their turn; what is known so far is in the file after
+each. It needs torch 2.11 or newer, the packages of requirements.txt, and about 60 GB of GPU memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+from kernel_report import products
+from roofline import GPUS, model_of, pass_terms
+from shapes import shape
+from tasks import encode, read_problems
+
+import checkpoint
+from engine import Engine, Sampling
+from errors import Parser, UserError, run_cli
+from files import check_writable
+from generate import DEMO
+from model import common_length
+
+HERE = Path(__file__).resolve().parent
+SHARDS = {  # target, draft, ranks, published m* (the 70B's follows from 141 tokens/s at three times plain; it is a guess)
+    "shard-405b": ("llama-3.1-405b", "llama-3.1-8b", 8, 19.7),
+    "shard-70b": ("llama-3.1-70b", "llama-3.1-8b", 2, 18.0),
+}
+CASES = [("plain", 0, 0.0), ("standard", 8, 0.0), ("judge", 25, 0.0), ("standard", 5, 0.8), ("judge", 25, 0.8), ("kl", 8, 0.0)]
+
+
+def check_right(device: str, tokens: int = 200) -> dict[str, Any]:
+    """Texts of the demo pair in fp32: on the CPU, on the device with rounds as they are, and with rounds as CUDA graphs."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    pair = checkpoint.find_pair(str(DEMO / "target"), str(DEMO / "draft"), DEMO / "judge.pt")
+    prompts = [encode(pair.tokenizer, problem, "demo") for problem in read_problems("demo", None, 3)]
+    models = {name: pair.load(torch.float32, name) for name in ("cpu", device)}
+    rows = []
+    for verify, M, temperature in CASES:
+        texts: dict[str, list[list[int]]] = {}
+        for name, where, capture in (("cpu", "cpu", False), ("as it is", device, False), ("graph", device, True)):
+            target, draft = models[where]
+            engine = Engine(
+                target, draft if M else None, draft_len=M, verify="standard" if verify == "plain" else verify,
+                sampling=Sampling(temperature, seed=1), max_len=max(map(len, prompts)) + tokens, capture=capture,
+            )  # fmt: skip
+            engine.warm_up()
+            texts[name] = [engine.complete(prompt, tokens) for prompt in prompts]
+        rows.append({
+            "rule": verify, "M": M, "temperature": temperature, "tokens": tokens * len(prompts),
+            "graph_as_it_is": texts["graph"] == texts["as it is"],
+            # draws differ between devices, so only greedy texts can be the same
+            "as_cpu": sum(map(common_length, texts["as it is"], texts["cpu"])) if temperature == 0 else None,
+        })  # fmt: skip
+    return {"rows": rows, "graphs_agree": all(row["graph_as_it_is"] for row in rows)}
+
+
+def check_kernels(
+    device: str, cases: list[tuple[str, int]], rows: tuple[int, ...], seconds: Callable | None = None
+) -> dict[str, Any]:
+    """The int8 product of every kind of layer: its error in units of the last place of 16 bits, and its time."""
+    import kernels
+
+    clock, found, seen = seconds or kernels.seconds, [], set()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # what Triton's interpreter can multiply
+    processors = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 4
+    for name, size in cases:
+        for product, (N, K) in products(shape(name), size).items():
+            if (N, K) in seen:
+                continue
+            seen.add((N, K))
+            weight = torch.randint(-127, 128, (N, K), dtype=torch.int8, device=device)
+            scale = torch.rand(N, device=device) / 127
+            for T in rows:
+                x = torch.randn(T, K, device=device).to(dtype)
+                exact = x.float() @ (weight.float() * scale[:, None]).t()
+                size_of_one = exact.abs() * torch.finfo(dtype).eps + 1e-3 * exact.std()
+                ways: dict[str, Any] = {"plain": None} | {str(tuple(p)): p for p in kernels.plans_for(N, K, processors)}
+                errors, times = {}, {}
+                for way, plan in ways.items():
+                    errors[way] = float(((kernels.by(plan, x, weight, scale, None) - exact).abs() / size_of_one).max())
+                    times[way] = clock(lambda plan=plan: kernels.by(plan, x, weight, scale, None))
+                best = min(times, key=lambda way: times[way])
+                found.append({
+                    "model": name, "ranks": size, "product": product, "N": N, "K": K, "rows": T, "best": best,
+                    "us": 1e6 * times[best], "plain_us": 1e6 * times["plain"], "gb_s": N * K / times[best] / 1e9,
+                    "largest_error": max(errors.values()),
+                })  # fmt: skip
+    return {"products": found, "right": all(row["largest_error"] < 2 for row in found)}
+
+
+def bench_command(*options: str) -> list[str]:
+    return [sys.executable, str(HERE / "benchmark.py"), "--json", "--limit", "2", "--repeat", "4", *options]
+
+
+def parts() -> dict[str, tuple[list[str], int]]:
+    """Every part's command, and the seconds it may take."""
+    own = [sys.executable, str(HERE / "gpu_check.py"), "--part"]
+    found = {"right": ([*own, "right"], 110), "kernels": ([*own, "kernels"], 80)}
+    for kept in ("none", "int8"):
+        found[f"8b-{kept}"] = (bench_command("--random-weights", "llama-3.1-8b", "--quantize", kept, "--rules", "plain"), 90)
+    for name, (target, draft, ranks, accepted) in SHARDS.items():
+        options = ["--random-weights", target, draft, "--rank-of", str(ranks), "--quantize", "int8", "--acceptance", str(accepted),
+                   "--rules", "plain,judge", "--new-tokens", "200"]  # fmt: skip
+        found[name] = (bench_command(*options), 130)
+    return found
+
+
+def forecast(report: dict[str, Any]) -> dict[str, Any]:
+    """Tokens a second of the whole, from one rank's measured round and the collectives it left out."""
+    found = {}
+    for name, (target, draft, ranks, accepted) in SHARDS.items():
+        if "settings" not in report.get(name, {}):
+            continue
+        row = report[name]["settings"]["judge"]
+        M = int(row["draft_len"])
+        step, verify = (pass_terms(model_of(shape(model), ranks, "int8"), GPUS["h100"], T, 256)["collectives"]
+                        for model, T in ((draft, 1), (target, M + 1)))  # fmt: skip
+        round_ms = row["round_ms"][0] + M * step + verify
+        found[name] = {
+            "measured_round_ms": row["round_ms"][0], "collectives_ms": M * step + verify, "round_ms": round_ms,
+            "tokens_per_round": 1 + row["mean_accepted"], "tokens_per_s": 1e3 * (1 + row["mean_accepted"]) / round_ms,
+            "m_star": accepted, "draft_step_ms": row["draft_step_ms"][0], "verify_ms": row["verify_ms"][0],
+        }  # fmt: skip
+    return found
+
+
+def run_part(name: str, command: list[str], limit: float) -> dict[str, Any]:
+    """What a part's last line says, or how it failed."""
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took more than {limit:.0f} s"}
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        return {"failed": done.stderr[-2000:], "seconds": seconds}
+    print(done.stderr[-3000:], file=sys.stderr)
+    return json.loads(done.stdout.splitlines()[-1]) | {"seconds": seconds}
+
+
+def main() -> None:
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, default=Path("gpu_check.json"), metavar="FILE", help="default: gpu_check.json")
+    p.add_argument("--only", nargs="+", choices=list(parts()), help="these parts alone")
+    p.add_argument("--part", choices=["right", "kernels"], help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if not torch.cuda.is_available():
+        raise UserError("there is no CUDA device here, and this checks one")
+    if args.part is not None:
+        with torch.inference_mode():
+            cases = [("llama-3.1-8b", 1), ("llama-3.1-405b", 8), ("llama-3.1-70b", 2)]
+            said = check_right("cuda") if args.part == "right" else check_kernels("cuda", cases, (1, 2, 26))
+        return print(json.dumps(said))
+    check_writable("--out", args.out)
+    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    for name, (command, limit) in parts().items():
+        if args.only is None or name in args.only:
+            print(f"--- {name}", file=sys.stderr, flush=True)
+            report[name] = run_part(name, command, limit)
+            report["forecast"] = forecast(report)
+            checkpoint.write_json(args.out, report)
+    failed = [name for name, found in report.items() if isinstance(found, dict) and "failed" in found]
+    wrong = [name for name, key in (("right", "graphs_agree"), ("kernels", "right")) if report.get(name, {}).get(key) is False]
+    print(json.dumps({"failed": failed, "wrong": wrong, "forecast": report.get("forecast")}))
+    if failed or wrong:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_cli(main)
