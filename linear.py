@@ -10,19 +10,23 @@ int4  groups of 32 or 128 inputs with a step and a zero of their own, in bfloat1
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import native
+
 JUDGE_ROWS = 8  # rows added to the output projection for the one judge row: eight keep the product aligned
 MODES = ("int8", "int4-g32", "int4-g128")
 QUANTIZED = ("wqkv", "wo", "w13", "w2", "output")  # the layers that are quantized; embeddings, norms and biases never are
+IN_CACHE = 1 << 20  # bytes of a weight that stays in a processor's cache: products of those are PyTorch's
 BFLOAT16_PRODUCTS = bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-@torch.library.custom_op("engine::wide_linear", mutates_args=())
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, D_in] times weight [D_out, D_in] of 8 or 16 bits, on a CPU: widened to fp32 a cacheful at a time. Returns fp32.
 
@@ -39,51 +43,75 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-@wide_linear.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
-
-
-@torch.library.custom_op("engine::int8_linear", mutates_args=(), device_types="cpu")
-def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, D_in] times an int8 weight [D_out, D_in] times its steps [D_out], plus bias. In x's dtype.
-
-    An op of its own, since inductor (2.13) fails to compile PyTorch's int8 kernel where it would fuse what x is made by.
-    """
-    if x.dtype != torch.bfloat16 or x.shape[0] > 8:
-        out = wide_linear(x, weight)
-    else:
+def torch_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The product on a CPU by PyTorch's own means. In x's dtype."""
+    if weight.dtype == x.dtype and (x.dtype == torch.float32 or BFLOAT16_PRODUCTS or len(x) <= 2):
+        return F.linear(x, weight, bias)
+    # the kernel reads beyond the ends of rows that aren't whole vectors (PyTorch 2.13)
+    if weight.dtype == torch.int8 and x.dtype == torch.bfloat16 and len(x) <= 8 and weight.shape[1] % 64 == 0:
         ones = torch.ones(weight.shape[0], dtype=x.dtype)  # the kernel takes steps in x's dtype only, which would round ours
         out = torch._weight_int8pack_mm(x, weight, ones)
-    out = out * scale
+    else:
+        out = wide_linear(x, weight)
+    if scale is not None:
+        out = out * scale
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-@int8_linear.register_kernel("cuda")
-def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+_native_is_faster: dict[tuple[torch.dtype, torch.dtype, bool], bool] = {}
+
+
+def _on_cpu(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The product by our own loops or by PyTorch's: what is faster is measured when such a product is first met."""
+    if weight.nbytes < IN_CACHE or not native.can(x, weight):
+        return torch_linear(x, weight, scale, bias)
+    key = x.dtype, weight.dtype, len(x) <= 3
+    if key not in _native_is_faster:
+        ways = (native.few_rows, torch_linear)
+        ours, theirs = (min(_seconds(way, x, weight, scale, bias) for _ in range(3)) for way in ways)
+        # where they hardly differ always ours, so that a text doesn't depend on the machine's mood
+        _native_is_faster[key] = ours < 1.15 * theirs
+    return (native.few_rows if _native_is_faster[key] else torch_linear)(x, weight, scale, bias)
+
+
+def _seconds(product: Callable[..., Tensor], *args: Tensor | None) -> float:
+    start = time.perf_counter()
+    product(*args)
+    return time.perf_counter() - start
+
+
+def _on_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     from kernels import int8_linear_cuda  # needs Triton, which comes with PyTorch for CUDA
 
     return int8_linear_cuda(x, weight, scale, bias)
 
 
-@int8_linear.register_fake
-def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+# an operation of its own, which compiled blocks call as it is; registered without torch.library.custom_op, whose checks at each
+# call cost as much as a small product
+_library = torch.library.Library("engine", "FRAGMENT")
+_library.define("few_rows(Tensor x, Tensor weight, Tensor? scale, Tensor? bias) -> Tensor")
+_library.impl("few_rows", _on_cpu, "CPU")
+_library.impl("few_rows", _on_cuda, "CUDA")
+
+
+@torch.library.register_fake("engine::few_rows", lib=_library)
+def _(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-def n_rows(x: Tensor) -> int:
-    """T of x [..., D]."""
-    return x.shape[:-1].numel()
+def few_rows(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x [..., D_in] times weight [D_out, D_in] of the same dtype or int8, times its steps [D_out], plus bias. In x's dtype."""
+    return torch.ops.engine.few_rows(x.flatten(0, -2), weight, scale, bias).unflatten(0, x.shape[:-1])
 
 
 class Linear(nn.Linear):
     """x times weight transposed plus bias, by the product that suits the device, the dtype and the number of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or x.dtype == torch.float32 or BFLOAT16_PRODUCTS or n_rows(x) <= 2:
+        small = x.dtype == torch.float32 and self.weight.nbytes < IN_CACHE
+        if x.device.type != "cpu" or small or self.weight.requires_grad:
             return super().forward(x)
-        out = wide_linear(x.flatten(0, -2), self.weight).to(x.dtype).unflatten(0, x.shape[:-1])
-        return out if self.bias is None else out + self.bias
+        return few_rows(x, self.weight, None, self.bias)
 
     def with_judge(self, row: Tensor, n: int) -> Linear:
         """This layer's first ``n`` rows and JUDGE_ROWS more, whose outputs sum to x · row."""
@@ -122,7 +150,7 @@ class Int8Linear(nn.Module):
         return parts["weight"].float() * parts["scale"][:, None]
 
     def forward(self, x: Tensor) -> Tensor:
-        return int8_linear(x.flatten(0, -2), self.weight, self.scale, self.bias).unflatten(0, x.shape[:-1])
+        return few_rows(x, self.weight, self.scale, self.bias)
 
     def with_judge(self, row: Tensor, n: int) -> Int8Linear:
         """This layer's first ``n`` rows and JUDGE_ROWS more, whose outputs sum to x · row.

@@ -16,7 +16,7 @@ mkdir -p "$folder"
 evaluate() { # name, options: rules on the test problems, answers kept under the name
     local name=$1
     shift
-    python scripts/evaluate.py --task gsm8k --data "$test" --limit "$problems" "${pair[@]}" --no-compile --out "$folder/$name.jsonl" "$@"
+    python scripts/evaluate.py --task gsm8k --data "$test" --limit "$problems" "${pair[@]}" --out "$folder/$name.jsonl" "$@"
 }
 
 label() { # method, name, options
@@ -37,7 +37,7 @@ first() { # what needs no judge, beside the labelling
 second() { # the judge elsewhere, beside the test problems
     python scripts/accept.py "$test" --task gsm8k --limit "$problems" "${pair[@]}" --judge "$folder/mine.pt" \
         --plot "$folder/runs.png" --rules standard,topk:3,topk:5,kl,judge:0.5,judge | tee "$folder/accept.txt"
-    python scripts/evaluate.py --task humaneval --data "$humaneval" --limit $((problems / 2)) "${pair[@]}" --no-compile \
+    python scripts/evaluate.py --task humaneval --data "$humaneval" --limit $((problems / 2)) "${pair[@]}" \
         --judge "$folder/mine.pt" --rules plain,draft,standard,judge --out "$folder/humaneval.jsonl" | tee "$folder/humaneval.txt"
 }
 

@@ -1,0 +1,194 @@
+// Products of a few rows with a weight matrix on a CPU; compiled by native.py at first use.
+//
+// Each output is one dot product along the inputs, whose terms are added in an order that depends on the number of inputs
+// alone: not on how many rows are multiplied together, nor on the number of threads. So a token's logits are the same to the
+// bit whether it is read alone or within a block.
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int V = 16, GROUP = 6;  // floats in a register; rows of x that are multiplied at once, as registers allow
+#else
+constexpr int V = 8, GROUP = 3;
+#endif
+constexpr int ROWS = 4;      // of the weight, at once
+constexpr int BLOCK = 512;  // inputs at a time: so much of 64 rows of x stays in the second-level cache
+constexpr int STRIDE = BLOCK + 16;  // of widened rows: at a multiple of 4096 bytes they could fall into the same places of the cache
+constexpr int FEW = 3;       // rows of x up to which the weight is widened on its way, not beforehand
+constexpr int MOST = 64;     // rows of x
+
+typedef float Floats __attribute__((vector_size(4 * V), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(4 * V), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * V), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * V), aligned(2)));
+typedef int8_t Bytes __attribute__((vector_size(V), aligned(1)));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(int8_t x) { return x; }
+inline float widen(BFloat16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline Floats load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
+inline Floats load(const int8_t* p) {
+#if defined(__AVX512F__)  // compilers make many instructions of the general form
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Bytes*>(p), Ints), Floats);
+#endif
+}
+inline Floats load(const BFloat16* p) {
+#if defined(__AVX512F__)
+    __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+    return _mm512_castsi512_ps(wide);
+#elif defined(__AVX2__)
+    __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+    return _mm256_castsi256_ps(wide);
+#else
+    Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
+    return reinterpret_cast<Floats&>(wide);
+#endif
+}
+
+inline Floats multiplied(Floats a, Floats b, Floats sum) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, sum);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, sum);
+#else
+    return sum + a * b;
+#endif
+}
+
+inline float sum_of(Floats x) {
+#ifdef __AVX512F__
+    const Ints by8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}, by4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
+    const Ints by2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}, by1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    x += __builtin_shuffle(x, by8);
+#else
+    const Ints by4 = {4, 5, 6, 7, 0, 1, 2, 3}, by2 = {2, 3, 0, 1, 6, 7, 4, 5}, by1 = {1, 0, 3, 2, 5, 4, 7, 6};
+#endif
+    x += __builtin_shuffle(x, by4);
+    x += __builtin_shuffle(x, by2);
+    x += __builtin_shuffle(x, by1);
+    return x[0];
+}
+
+// sums[r][c] += weight row r · row c of x, over n inputs. Rows of the weight are a stream each, too short for the processor to
+// foresee the next: what lies AHEAD rows further is asked for in time.
+template <int R, int C, int AHEAD, class W>
+inline void dots(const W* w, int64_t w_stride, const float* x, int64_t x_stride, int64_t n, float (*sums)[MOST]) {
+    Floats total[R][C] = {};
+    int64_t k = 0;
+    for (; k + V <= n; k += V) {
+        Floats columns[C];
+        for (int c = 0; c < C; c++) {
+            columns[c] = load(x + c * x_stride + k);
+#ifdef __x86_64__
+            asm("" : "+x"(columns[c]));  // stays in a register: compilers would load it anew for each row
+#endif
+        }
+        for (int r = 0; r < R; r++) {
+            Floats row = load(w + r * w_stride + k);
+            if (AHEAD) __builtin_prefetch(w + (r + AHEAD) * w_stride + k);
+            for (int c = 0; c < C; c++) total[r][c] = multiplied(row, columns[c], total[r][c]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            float sum = sum_of(total[r][c]);
+            for (int64_t i = k; i < n; i++) sum += widen(w[r * w_stride + i]) * x[c * x_stride + i];
+            sums[r][c] += sum;
+        }
+}
+
+template <int R, int AHEAD, class W>
+inline void all_columns(const W* w, int64_t w_stride, const float* x, int64_t x_stride, int64_t n, int64_t T, float (*sums)[MOST]) {
+    int64_t t = 0;
+    for (; t + GROUP <= T; t += GROUP)
+        dots<R, GROUP, AHEAD>(w, w_stride, x + t * x_stride, x_stride, n, reinterpret_cast<float (*)[MOST]>(&sums[0][t]));
+    for (; t + 2 <= T; t += 2)
+        dots<R, 2, AHEAD>(w, w_stride, x + t * x_stride, x_stride, n, reinterpret_cast<float (*)[MOST]>(&sums[0][t]));
+    for (; t < T; t++) dots<R, 1, AHEAD>(w, w_stride, x + t * x_stride, x_stride, n, reinterpret_cast<float (*)[MOST]>(&sums[0][t]));
+}
+
+template <int R, class W, class X>
+void rows(const W* w, const float* x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K, int64_t first) {
+    float sums[R][MOST] = {};
+    float wide[R][STRIDE];
+    for (int64_t start = 0; start < K; start += BLOCK) {
+        int64_t n = K - start < BLOCK ? K - start : BLOCK;
+        const W* here = w + first * K + start;
+        if (T <= FEW) {
+            all_columns<R, ROWS>(here, K, x + start, K, n, T, sums);
+        } else {
+            for (int r = 0; r < R; r++) {
+                int64_t k = 0;
+                for (; k + V <= n; k += V) {
+                    *reinterpret_cast<Floats*>(&wide[r][k]) = load(here + r * K + k);
+                    __builtin_prefetch(here + (r + ROWS) * K + k);
+                }
+                for (; k < n; k++) wide[r][k] = widen(here[r * K + k]);
+            }
+            all_columns<R, 0>(&wide[0][0], STRIDE, x + start, K, n, T, sums);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int64_t t = 0; t < T; t++) {
+            float sum = scale ? sums[r][t] * scale[first + r] : sums[r][t];
+            narrow(bias ? sum + widen(bias[first + r]) : sum, out + t * N + first + r);
+        }
+}
+
+template <class W, class X>
+void product(const W* w, const float* x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K) {
+    int64_t blocks = N / ROWS;
+#pragma omp parallel for schedule(dynamic, 32)
+    for (int64_t block = 0; block < blocks; block++) rows<ROWS>(w, x, scale, bias, out, T, N, K, block * ROWS);
+    for (int64_t row = blocks * ROWS; row < N; row++) rows<1>(w, x, scale, bias, out, T, N, K, row);
+}
+
+template <class X>
+void any_weight(const void* w, int kind, const float* x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K) {
+    if (kind == 0) product(static_cast<const float*>(w), x, scale, bias, out, T, N, K);
+    if (kind == 1) product(static_cast<const BFloat16*>(w), x, scale, bias, out, T, N, K);
+    if (kind == 2) product(static_cast<const int8_t*>(w), x, scale, bias, out, T, N, K);
+}
+
+}  // namespace
+
+// out [T, N] = x [T, K] · weight [N, K]ᵀ · scale [N] + bias [N]; scale and bias may be null, T at most MOST.
+// Kinds: 0 fp32, 1 bfloat16, 2 int8. x, bias and out are of one kind, 0 or 1; wide has room for x in fp32, used for kind 1.
+extern "C" void few_rows(const void* x, int x_kind, float* wide, const void* w, int w_kind, const float* scale, const void* bias,
+                         void* out, int64_t T, int64_t N, int64_t K) {
+    if (x_kind == 0) {
+        auto narrow_x = static_cast<const float*>(x);
+        any_weight(w, w_kind, narrow_x, scale, static_cast<const float*>(bias), static_cast<float*>(out), T, N, K);
+    } else {
+        auto narrow_x = static_cast<const BFloat16*>(x);
+        for (int64_t i = 0; i < T * K; i++) wide[i] = widen(narrow_x[i]);
+        any_weight(w, w_kind, wide, scale, static_cast<const BFloat16*>(bias), static_cast<BFloat16*>(out), T, N, K);
+    }
+}

@@ -1,0 +1,145 @@
+"""The products in C++ against exact ones; that they don't depend on who is multiplied together; and life without a compiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import linear
+import native
+from linear import Int8Linear, Linear, few_rows
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+FORMS = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int8),
+]
+
+
+def operands(T, N, K, x_dtype, w_dtype, bias=True):
+    source = torch.Generator().manual_seed(T + N + K)
+    if w_dtype == torch.int8:
+        weight, scale = torch.randint(-127, 128, (N, K), generator=source, dtype=torch.int8), torch.rand(N, generator=source)
+    else:
+        weight, scale = torch.randn(N, K, generator=source).to(w_dtype), None
+    x = torch.randn(T, K, generator=source).to(x_dtype)
+    return x, weight, scale, torch.randn(N, generator=source).to(x_dtype) if bias else None
+
+
+def exact(x, weight, scale, bias):
+    out = x.double() @ weight.double().t()
+    out = out if scale is None else out * scale.double()
+    return out if bias is None else out + bias.double()
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=120)
+@given(st.integers(1, 64), st.integers(1, 40), st.integers(1, 2500), st.sampled_from(FORMS), st.booleans())
+def test_a_product_is_the_exact_one_rounded(T, N, K, form, bias):
+    args = operands(T, N, K, *form, bias)
+    out, wanted = native.few_rows(*args), exact(*args)
+    assert out.dtype == form[0] and out.shape == (T, N)
+    size = (args[0].double().abs() @ args[1].double().abs().t()) * (1 if args[2] is None else args[2].double())
+    assert ((out.double() - wanted).abs() <= 1e-6 * size + torch.finfo(form[0]).eps * wanted.abs()).all()
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 64), st.integers(1, 30), st.integers(1, 2500), st.sampled_from(FORMS), st.integers(0, 63))
+def test_a_rows_product_does_not_depend_on_the_other_rows(T, N, K, form, at):
+    x, *rest = operands(T, N, K, *form)
+    at %= T
+    assert torch.equal(native.few_rows(x, *rest)[at : at + 1], native.few_rows(x[at : at + 1], *rest))
+
+
+@needs_compiler
+def test_the_number_of_threads_changes_nothing():
+    args = operands(5, 600, 700, torch.bfloat16, torch.int8)
+    one = native.few_rows(*args)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(native.few_rows(*args), one)
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_compiler
+def test_bfloat16_is_rounded_to_even_and_keeps_what_is_no_number():
+    values = torch.tensor([1.00390625, 1.01171875, float("inf"), float("nan"), -3.0, 1e-40])  # the first two are ties
+    weight = values[:, None].contiguous()
+    out = native.few_rows(torch.ones(1, 1).bfloat16(), weight, None, None)[0]
+    assert torch.equal(out, values.bfloat16()) or torch.equal(out.isnan(), values.isnan())
+    assert torch.equal(out[[0, 1, 2, 4, 5]], values.bfloat16()[[0, 1, 2, 4, 5]])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ours", [False, True])
+def test_the_faster_way_is_taken_and_measured_once(monkeypatch, form, ours):
+    monkeypatch.setattr(linear, "_native_is_faster", {})
+    monkeypatch.setattr(linear, "IN_CACHE", 0)
+    asked = []
+
+    def seconds(way, *args):
+        asked.append(way)
+        return 1.0 if (way is native.few_rows) == ours else 2.0
+
+    monkeypatch.setattr(linear, "_seconds", seconds)
+    for T in (1, 2, 5, 9):
+        args = operands(T, 40, 90, *form)
+        torch.testing.assert_close(few_rows(*args).double(), exact(*args), atol=1.5, rtol=0.02)
+    if native.library() is not None:
+        assert len(asked) == 12
+        assert set(linear._native_is_faster.values()) == {ours}
+
+
+def test_without_a_compiler_the_layers_still_work(tmp_path):
+    program = """
+import torch, native
+from linear import Int8Linear, Linear
+assert native.library() is None
+for layer in (Linear(512, 2100, bias=False).requires_grad_(False), Linear(512, 2100, bias=False).bfloat16().requires_grad_(False)):
+    x = torch.randn(5, 512).to(layer.weight.dtype)
+    torch.testing.assert_close(layer(x).float(), x.float() @ layer.weight.float().t(), atol=0.05, rtol=0.05)
+"""
+    env = {"PATH": "/nowhere", "HOME": str(tmp_path), "PYTHONPATH": str(native.SOURCE.parent)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=env)
+
+
+@needs_compiler
+def test_it_is_compiled_once_into_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library.__wrapped__() is not None
+    (file,) = (tmp_path / "judge-decoding").iterdir()
+    before = file.stat().st_mtime_ns
+    assert native.library.__wrapped__() is not None
+    assert file.stat().st_mtime_ns == before
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DUNUSED"))
+    native.library.__wrapped__()
+    assert len(list((tmp_path / "judge-decoding").iterdir())) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert native.library.__wrapped__() is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 26])
+def test_large_layers_go_through_it_compiled_or_not(rows):
+    torch.manual_seed(0)
+    layers = [Linear(600, 1000, bias=True).requires_grad_(False), Int8Linear(600, 2000)]
+    layers[1].load_state_dict(Int8Linear.quantize(torch.randn(2000, 600)))
+    x = torch.randn(rows, 600)
+    for layer in layers:
+        assert layer.weight.nbytes >= linear.IN_CACHE
+        weight = layer.weight if isinstance(layer, Linear) else Int8Linear.dequantize(layer.state_dict())
+        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight, layer.bias), atol=2e-4, rtol=1e-4)
+        assert torch.equal(torch.compile(layer, dynamic=True)(x), layer(x))
+
+
+def test_the_op_is_what_tracing_expects():
+    args = operands(3, 40, 90, torch.bfloat16, torch.int8)
+    torch.library.opcheck(torch.ops.engine.few_rows.default, args, test_utils=("test_schema", "test_faketensor"))
