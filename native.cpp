@@ -4,6 +4,7 @@
 // alone: not on how many rows are multiplied together, nor on the number of threads. So a token's logits are the same to the
 // bit whether it is read alone or within a block.
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX2__) || defined(__FMA__)
@@ -17,10 +18,13 @@ constexpr int V = 16, GROUP = 6;  // floats in a register; rows of x that are mu
 #else
 constexpr int V = 8, GROUP = 3;
 #endif
-constexpr int ROWS = 4;      // of the weight, at once
-constexpr int BLOCK = 512;  // inputs at a time: so much of 64 rows of x stays in the second-level cache
-constexpr int STRIDE = BLOCK + 16;  // of widened rows: at a multiple of 4096 bytes they could fall into the same places of the cache
-constexpr int FEW = 3;       // rows of x up to which the weight is widened on its way, not beforehand
+constexpr int CHAINS = 4;    // vectors that sums are kept in: as many as hide the time an addition takes
+constexpr int ROWS = 4;      // of the weight, multiplied at once
+constexpr int BLOCK = 512;   // inputs widened at a time, whole turns of the chains
+constexpr int NEAR = 4096;   // inputs beyond which a row of x leaves the first-level cache, and is better read for several rows
+constexpr int AHEAD = 512;   // bytes
+constexpr int STRIDE = BLOCK + 16;  // of widened rows: at a power of two they would take each other's place in the cache
+constexpr int FEW = 3;       // rows of x for which a weight is widened in registers
 constexpr int MOST = 64;     // rows of x
 
 typedef float Floats __attribute__((vector_size(4 * V), aligned(4)));
@@ -84,8 +88,10 @@ inline Floats multiplied(Floats a, Floats b, Floats sum) {
 
 inline float sum_of(Floats x) {
 #ifdef __AVX512F__
-    const Ints by8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}, by4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
-    const Ints by2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}, by1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    const Ints by8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
+    const Ints by4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
+    const Ints by2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
+    const Ints by1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
     x += __builtin_shuffle(x, by8);
 #else
     const Ints by4 = {4, 5, 6, 7, 0, 1, 2, 3}, by2 = {2, 3, 0, 1, 6, 7, 4, 5}, by1 = {1, 0, 3, 2, 5, 4, 7, 6};
@@ -96,63 +102,104 @@ inline float sum_of(Floats x) {
     return x[0];
 }
 
-// sums[r][c] += weight row r · row c of x, over n inputs. Rows of the weight are a stream each, too short for the processor to
-// foresee the next: what lies AHEAD rows further is asked for in time.
-template <int R, int C, int AHEAD, class W>
-inline void dots(const W* w, int64_t w_stride, const float* x, int64_t x_stride, int64_t n, float (*sums)[MOST]) {
-    Floats total[R][C] = {};
-    int64_t k = 0;
-    for (; k + V <= n; k += V) {
-        Floats columns[C];
-        for (int c = 0; c < C; c++) {
-            columns[c] = load(x + c * x_stride + k);
-#ifdef __x86_64__
-            asm("" : "+x"(columns[c]));  // stays in a register: compilers would load it anew for each row
-#endif
-        }
-        for (int r = 0; r < R; r++) {
-            Floats row = load(w + r * w_stride + k);
-            if (AHEAD) __builtin_prefetch(w + (r + AHEAD) * w_stride + k);
-            for (int c = 0; c < C; c++) total[r][c] = multiplied(row, columns[c], total[r][c]);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) {
-            float sum = sum_of(total[r][c]);
-            for (int64_t i = k; i < n; i++) sum += widen(w[r * w_stride + i]) * x[c * x_stride + i];
-            sums[r][c] += sum;
-        }
+// The terms of a dot product are added up in CHAINS vectors in turn, and these in their order at the end.
+inline float dot_of(const Floats* total, float tail) {
+    Floats sum = total[0];
+    for (int u = 1; u < CHAINS; u++) sum += total[u];
+    return sum_of(sum) + tail;
 }
 
-template <int R, int AHEAD, class W>
-inline void all_columns(const W* w, int64_t w_stride, const float* x, int64_t x_stride, int64_t n, int64_t T, float (*sums)[MOST]) {
-    int64_t t = 0;
-    for (; t + GROUP <= T; t += GROUP)
-        dots<R, GROUP, AHEAD>(w, w_stride, x + t * x_stride, x_stride, n, reinterpret_cast<float (*)[MOST]>(&sums[0][t]));
-    for (; t + 2 <= T; t += 2)
-        dots<R, 2, AHEAD>(w, w_stride, x + t * x_stride, x_stride, n, reinterpret_cast<float (*)[MOST]>(&sums[0][t]));
-    for (; t < T; t++) dots<R, 1, AHEAD>(w, w_stride, x + t * x_stride, x_stride, n, reinterpret_cast<float (*)[MOST]>(&sums[0][t]));
+// What whole vectors leave over.
+template <class W>
+inline float tail_of(const W* w, const float* x, int64_t K) {
+    float sum = 0;
+    for (int64_t k = K / V * V; k < K; k++) sum += widen(w[k]) * x[k];
+    return sum;
+}
+
+// sums[r][c] = row r of the weight · row c of x, for few rows of x. A single row of the weight is read from end to end, as
+// processors foresee it; several are asked for AHEAD of their use.
+template <int R, int C, class W>
+inline void few_dots(const W* w, const float* x, int64_t K, float (*sums)[MOST]) {
+    Floats total[R][C][CHAINS] = {};
+    auto step = [&](int64_t k, int u) {
+        for (int r = 0; r < R; r++) {
+            Floats row = load(w + r * K + k);
+            for (int c = 0; c < C; c++) total[r][c][u] = multiplied(row, load(x + c * K + k), total[r][c][u]);
+        }
+    };
+    int64_t k = 0;
+    for (; k + CHAINS * V <= K; k += CHAINS * V) {
+        for (int r = 0; R > 1 && r < R; r++) __builtin_prefetch(reinterpret_cast<const char*>(w + r * K + k) + AHEAD);
+        for (int u = 0; u < CHAINS; u++) step(k + u * V, u);
+    }
+    for (int u = 0; k + V <= K; k += V, u++) step(k, u);
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sums[r][c] = dot_of(total[r][c], tail_of(w + r * K, x + c * K, K));
+}
+
+// totals[r][c] += row r of the widened weight · row c of x, over n inputs; whole vectors alone.
+template <int R, int C>
+inline void tile(const float (*w)[STRIDE], const float* x, int64_t x_stride, int64_t n, Floats (*totals)[MOST][CHAINS]) {
+    for (int u = 0; u < CHAINS; u++) {
+        Floats total[R][C];
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) total[r][c] = totals[r][c][u];
+        for (int64_t k = u * V; k + V <= n; k += CHAINS * V) {
+            Floats columns[C];
+            for (int c = 0; c < C; c++) {
+                columns[c] = load(x + c * x_stride + k);
+#ifdef __x86_64__
+                asm("" : "+x"(columns[c]));  // stays in a register: compilers would load it anew for each row
+#endif
+            }
+            for (int r = 0; r < R; r++) {
+                Floats row = load(&w[r][k]);
+                for (int c = 0; c < C; c++) total[r][c] = multiplied(row, columns[c], total[r][c]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) totals[r][c][u] = total[r][c];
+    }
+}
+
+// sums[r][t] = row r of the weight · row t of x, for many rows of x: the weight is widened a block at a time, once for all.
+template <int R, class W>
+inline void block_dots(const W* w, const float* x, int64_t T, int64_t K, float (*sums)[MOST]) {
+    float wide[R][STRIDE];
+    Floats totals[R][MOST][CHAINS];
+    for (int r = 0; r < R; r++) std::memset(totals[r], 0, T * sizeof(totals[r][0]));
+    for (int64_t start = 0; start < K; start += BLOCK) {
+        int64_t n = K - start < BLOCK ? K - start : BLOCK;
+        const W* here = w + start;
+        for (int r = 0; r < R; r++)
+            for (int64_t k = 0; k + V <= n; k += V) {
+                *reinterpret_cast<Floats*>(&wide[r][k]) = load(here + r * K + k);
+                __builtin_prefetch(here + (r + R) * K + k);
+            }
+        auto at = [&](int64_t t) { return reinterpret_cast<Floats (*)[MOST][CHAINS]>(&totals[0][t]); };
+        int64_t t = 0;
+        for (; t + GROUP <= T; t += GROUP) tile<R, GROUP>(wide, x + t * K + start, K, n, at(t));
+        for (; t + 2 <= T; t += 2) tile<R, 2>(wide, x + t * K + start, K, n, at(t));
+        for (; t < T; t++) tile<R, 1>(wide, x + t * K + start, K, n, at(t));
+    }
+    for (int r = 0; r < R; r++)
+        for (int64_t t = 0; t < T; t++) sums[r][t] = dot_of(totals[r][t], tail_of(w + r * K, x + t * K, K));
 }
 
 template <int R, class W, class X>
 void rows(const W* w, const float* x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K, int64_t first) {
-    float sums[R][MOST] = {};
-    float wide[R][STRIDE];
-    for (int64_t start = 0; start < K; start += BLOCK) {
-        int64_t n = K - start < BLOCK ? K - start : BLOCK;
-        const W* here = w + first * K + start;
-        if (T <= FEW) {
-            all_columns<R, ROWS>(here, K, x + start, K, n, T, sums);
-        } else {
-            for (int r = 0; r < R; r++) {
-                int64_t k = 0;
-                for (; k + V <= n; k += V) {
-                    *reinterpret_cast<Floats*>(&wide[r][k]) = load(here + r * K + k);
-                    __builtin_prefetch(here + (r + ROWS) * K + k);
-                }
-                for (; k < n; k++) wide[r][k] = widen(here[r * K + k]);
-            }
-            all_columns<R, 0>(&wide[0][0], STRIDE, x + start, K, n, T, sums);
+    float sums[R][MOST];
+    const W* here = w + first * K;
+    if (T > FEW) {
+        block_dots<R>(here, x, T, K, sums);
+    } else if (T == 1 && K > NEAR) {
+        few_dots<R, 1>(here, x, K, sums);
+    } else {
+        for (int r = 0; r < R; r++) {
+            if (T == 1) few_dots<1, 1>(here + r * K, x, K, sums + r);
+            if (T == 2) few_dots<1, 2>(here + r * K, x, K, sums + r);
+            if (T == 3) few_dots<1, 3>(here + r * K, x, K, sums + r);
         }
     }
     for (int r = 0; r < R; r++)
@@ -171,7 +218,8 @@ void product(const W* w, const float* x, const float* scale, const X* bias, X* o
 }
 
 template <class X>
-void any_weight(const void* w, int kind, const float* x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K) {
+void any_weight(const void* w, int kind, const float* x, const float* scale, const X* bias, X* out, int64_t T, int64_t N,
+                int64_t K) {
     if (kind == 0) product(static_cast<const float*>(w), x, scale, bias, out, T, N, K);
     if (kind == 1) product(static_cast<const BFloat16*>(w), x, scale, bias, out, T, N, K);
     if (kind == 2) product(static_cast<const int8_t*>(w), x, scale, bias, out, T, N, K);
