@@ -72,7 +72,9 @@ inline Floats load(const BFloat16* p) {
     return _mm256_castsi256_ps(wide);
 #else
     Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
-    return reinterpret_cast<Floats&>(wide);
+    Floats same;
+    std::memcpy(&same, &wide, sizeof same);
+    return same;
 #endif
 }
 
@@ -149,8 +151,8 @@ inline void tile(const float (*w)[STRIDE], const float* x, int64_t x_stride, int
             Floats columns[C];
             for (int c = 0; c < C; c++) {
                 columns[c] = load(x + c * x_stride + k);
-#ifdef __x86_64__
-                asm("" : "+x"(columns[c]));  // stays in a register: compilers would load it anew for each row
+#ifdef __AVX__
+                asm("" : "+v"(columns[c]));  // stays in a register: compilers would load it anew for each row
 #endif
             }
             for (int r = 0; r < R; r++) {
