@@ -369,7 +369,7 @@ def forecasts(args: argparse.Namespace, machine: Machine) -> list[tuple[str, For
     """A forecast for each draft, or the one of plain decoding. Raises UserError."""
     target = model_of(find_shape(args.target)[0], args.nproc, args.quantize)
     if args.draft is None:
-        return [("plain", forecast(target, None, machine, 0, 0.0, args.context))]
+        return [("no draft", forecast(target, None, machine, 0, 0.0, args.context))]
     found = []
     for text in args.draft:
         name, own = split_draft(text)
