@@ -32,7 +32,7 @@ from tqdm import tqdm
 from errors import UserError
 from files import read_json, replacing, write_text
 from judge import Head, load_head
-from linear import MODES, QUANTIZED, quantized
+from linear import MODES, QUANTIZED, choose, quantized
 from model import Config, Transformer
 from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from tp import Ranks, largest, ranges, same, together, world
@@ -215,6 +215,8 @@ def load_model(
     model.load_state_dict(found, assign=True)
     model.tie()
     model.pack()
+    if model.norm.weight.device.type == "cpu":
+        choose(dtype, kept)
     return model.requires_grad_(False).eval()
 
 

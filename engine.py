@@ -182,8 +182,12 @@ class Engine:
         return min(max(FIRST_BUCKET, 1 << max(0, length - 1).bit_length()), self.length)
 
     @torch.inference_mode()
-    def warm_up(self) -> float:
-        """Run rounds on an empty text, so that everything is compiled, captured and, to adapt, timed before the clock starts.
+    def warm_up(self, first: int = 1, last: int = 1) -> float:
+        """Run rounds on an empty text, so that what they need is compiled, captured and, to adapt, timed before the clock starts.
+
+        Args:
+            first, last: lengths of text between which rounds will run. On CUDA each bucket of the cache among them has its
+                graphs; those of others are made when a text comes to them. On a CPU one round serves all.
 
         Returns its seconds.
         """
@@ -191,27 +195,40 @@ class Engine:
         self.text = []
         if self.lengths:
             self._time_lengths()
-        else:
-            self._trial(self.M, 2)
+        reach = (self.M + 1) * (self.run_ahead + 1)
+        buckets = {self._bucket(first + self.M)}
+        if self.launcher.capture:
+            while max(buckets) < self._bucket(last + reach):
+                buckets.add(self._bucket(max(buckets) + 1))
+        times = 0 if self.lengths and not self.launcher.capture else 2
+        for bucket in sorted(buckets):
+            for M in self.lengths or (self.M,):
+                self._trial(M, times, bucket)
         return time.perf_counter() - start
 
-    def _trial(self, M: int, times: int) -> dict[str, float]:
-        """Run a round of M a few times on an empty text, each slot's graph too. Returns the last one's milliseconds by name."""
-        ms: dict[str, float] = {}
+    def _trial(self, M: int, times: int, bucket: int = FIRST_BUCKET) -> list[dict[str, float]]:
+        """Run a round of M a few times on an empty text, and each slot's graph. Returns the milliseconds by name of each."""
+        found = []
         for _ in range(times + len(self.launcher.slots) * self.launcher.capture):
             self.pos.zero_()
-            ms = self._launch(M, M + 1).outcome()[1]
-        return ms
+            found.append(self._launch(M, bucket).outcome()[1])
+        return found
 
     def _time_lengths(self) -> None:
         """Learn what a round costs by M. On a CPU, where that takes longer, the ends are timed and the rest lies between them."""
         measured = self.lengths if self.device.type == "cuda" else (self.lengths[0], self.lengths[-1])
-        ms = {M: self._trial(M, 2) for M in measured}
-        longest = ms[measured[-1]]
+        trials = {M: self._trial(M, 3) for M in measured}
+        best = {M: {name: min(ms[name] for ms in found[1:]) for name in found[0]} for M, found in trials.items()}
+        longest = measured[-1]
         costs = round_costs(
-            longest["draft"] / measured[-1], {M: now["verify"] for M, now in ms.items()}, longest["other"], self.lengths
+            best[longest]["draft"] / longest, {M: ms["verify"] + ms["other"] for M, ms in best.items()}, self.lengths
         )  # fmt: skip
         self.pace = Pace(told(lambda: costs))  # every rank chooses by rank 0's
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was given, a round that nobody will read included."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int], seed: int | None = None) -> None:
@@ -438,10 +455,10 @@ def generate(engine: Engine, prompt: Sequence[int], output: Output, seed: int | 
     to_come = output.max_new_tokens - len(output.tokens)
     if len(prompt) + to_come > engine.max_len:
         raise UserError(f"{len(prompt)} prompt and {to_come} new tokens don't fit into {engine.max_len}")
+    engine.wait()
     start = time.perf_counter()
     engine.prefill(prompt, seed)
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
+    engine.wait()
     prefilled = time.perf_counter()
     rounds = []
     for now in engine.rounds(len(prompt)):

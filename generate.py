@@ -155,9 +155,9 @@ class Setup:
             threshold = default_threshold(a.verify, self.pair.head)
         adapt = a.draft_len == "auto"
         return Engine(
-            target, draft, draft_len=LENGTHS[-1] if adapt else a.draft_len, verify=a.verify, threshold=threshold or 0.0,
-            sampling=sampling_of(a), max_len=max_len, compile=not a.no_compile, trace=a.html is not None,
-            check_ranks=a.check_ranks, adapt=adapt,
+            target, draft, draft_len=min(LENGTHS[-1], self.context - 1) if adapt else a.draft_len, verify=a.verify,
+            threshold=threshold or 0.0, sampling=sampling_of(a), max_len=max_len, compile=not a.no_compile,
+            trace=a.html is not None, check_ranks=a.check_ranks, adapt=adapt,
         )  # fmt: skip
 
 
@@ -294,7 +294,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> None:
     start = time.perf_counter()
     engine = setup.load(len(prompt) + args.max_new_tokens)
     load_s = time.perf_counter() - start
-    compile_s = engine.warm_up()
+    compile_s = engine.warm_up(len(prompt), engine.max_len)
     runs = []
     for i in range(args.num_samples):
         engine.text = []  # so that each sample reads the prompt, and is timed doing so

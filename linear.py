@@ -10,8 +10,9 @@ int4  groups of 32 or 128 inputs with a step and a zero of their own, in bfloat1
 
 from __future__ import annotations
 
+import functools
+import math
 import time
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -19,11 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import native
+from tp import told
 
 JUDGE_ROWS = 8  # rows added to the output projection for the one judge row: eight keep the product aligned
 MODES = ("int8", "int4-g32", "int4-g128")
 QUANTIZED = ("wqkv", "wo", "w13", "w2", "output")  # the layers that are quantized; embeddings, norms and biases never are
-IN_CACHE = 1 << 20  # bytes of a weight that stays in a processor's cache: products of those are PyTorch's
+SMALL = 1 << 18  # bytes of a weight: below, PyTorch multiplies it, since calling our loops would cost as much as they gain
+FEW = 3  # rows for which products are bound by reading the weight
 BFLOAT16_PRODUCTS = bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -58,30 +61,42 @@ def torch_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor |
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-_native_is_faster: dict[tuple[torch.dtype, torch.dtype, bool], bool] = {}
+_native: dict[tuple[torch.dtype, torch.dtype, bool], bool] = {}  # whether our loops are used; until ``choose``, they are
 
 
 def _on_cpu(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """The product by our own loops or by PyTorch's: what is faster is measured when such a product is first met."""
-    if weight.nbytes < IN_CACHE or not native.can(x, weight):
+    """The product by our own loops or by PyTorch's."""
+    ours = _native.get((x.dtype, weight.dtype, len(x) <= FEW), True)
+    if not ours or weight.nbytes < SMALL or not native.can(x, weight, scale, bias):
         return torch_linear(x, weight, scale, bias)
-    key = x.dtype, weight.dtype, len(x) <= 3
-    if key not in _native_is_faster:
-        ours, theirs = (_seconds(way, x, weight, scale, bias) for way in (native.few_rows, torch_linear))
-        # where they hardly differ always ours, so that a text doesn't depend on the machine's mood
-        _native_is_faster[key] = ours < 1.15 * theirs
-    return (native.few_rows if _native_is_faster[key] else torch_linear)(x, weight, scale, bias)
+    return native.few_rows(x, weight, scale, bias)
 
 
-def _seconds(product: Callable[..., Tensor], *args: Tensor | None) -> float:
-    """The best of three runs, the weight driven out of the caches before each, as other layers would."""
-    others, times = torch.empty(1 << 26, dtype=torch.int8), []
-    for _ in range(3):
-        others.fill_(0)
-        start = time.perf_counter()
-        product(*args)
-        times.append(time.perf_counter() - start)
-    return min(times)
+def choose(x_dtype: torch.dtype, quantization: str) -> None:
+    """Measure which products suit this CPU, for one row and for a block, where that isn't known yet: while a model is loaded.
+
+    Rank 0 measures for all. Ours are taken unless PyTorch's are a third faster: a text should not depend on a coin's toss.
+    """
+    w_dtype = x_dtype if quantization == "none" else torch.int8
+    if (x_dtype, w_dtype, True) in _native:
+        return
+    weight = torch.ones((2048, 2048), dtype=w_dtype)
+    scale = torch.ones(2048) if w_dtype == torch.int8 else None
+    for T in (1, 16):
+        args = torch.ones((T, 2048), dtype=x_dtype), weight, scale
+        _native[x_dtype, w_dtype, T <= FEW] = told(functools.partial(_is_faster, *args)) if native.can(*args, None) else False
+
+
+def _is_faster(x: Tensor, weight: Tensor, scale: Tensor | None) -> bool:
+    """Whether our product takes at most 4/3 of PyTorch's time: the best of five of each, in turn, the weight not in a cache."""
+    others, best = torch.empty(1 << 26, dtype=torch.int8), [math.inf, math.inf]
+    for _ in range(5):
+        for i, way in enumerate((native.few_rows, torch_linear)):
+            others.fill_(0)  # drives the weight out of the caches, as other layers would
+            start = time.perf_counter()
+            way(x, weight, scale, None)
+            best[i] = min(best[i], time.perf_counter() - start)
+    return best[0] < 4 / 3 * best[1]
 
 
 def _on_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -100,6 +115,7 @@ _library.impl("few_rows", _on_cuda, "CUDA")
 
 @torch.library.register_fake("engine::few_rows", lib=_library)
 def _(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    torch._check(x.shape[1] == weight.shape[1], lambda: f"{x.shape[1]} inputs for a weight of {weight.shape[1]}")
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
@@ -112,8 +128,9 @@ class Linear(nn.Linear):
     """x times weight transposed plus bias, by the product that suits the device, the dtype and the number of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        small = x.dtype == torch.float32 and self.weight.nbytes < IN_CACHE
-        if x.device.type != "cpu" or small or self.weight.requires_grad:
+        small = x.dtype == torch.float32 and self.weight.nbytes < SMALL
+        learning = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        if x.device.type != "cpu" or small or learning:
             return super().forward(x)
         return few_rows(x, self.weight, None, self.bias)
 

@@ -1,8 +1,8 @@
 // Products of a few rows with a weight matrix on a CPU; compiled by native.py at first use.
 //
 // Each output is one dot product along the inputs, whose terms are added in an order that depends on the number of inputs
-// alone: not on how many rows are multiplied together, nor on the number of threads. So a token's logits are the same to the
-// bit whether it is read alone or within a block.
+// alone: not on how many rows are multiplied together, nor on the number of threads. So a row's product is the same to the bit
+// whether the row is alone or one of a block.
 
 #include <cstddef>
 #include <cstdint>
@@ -89,19 +89,11 @@ inline Floats multiplied(Floats a, Floats b, Floats sum) {
 }
 
 inline float sum_of(Floats x) {
-#ifdef __AVX512F__
-    const Ints by8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
-    const Ints by4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
-    const Ints by2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
-    const Ints by1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-    x += __builtin_shuffle(x, by8);
-#else
-    const Ints by4 = {4, 5, 6, 7, 0, 1, 2, 3}, by2 = {2, 3, 0, 1, 6, 7, 4, 5}, by1 = {1, 0, 3, 2, 5, 4, 7, 6};
-#endif
-    x += __builtin_shuffle(x, by4);
-    x += __builtin_shuffle(x, by2);
-    x += __builtin_shuffle(x, by1);
-    return x[0];
+    float lanes[V];
+    std::memcpy(lanes, &x, sizeof x);
+    for (int half = V / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
 }
 
 // The terms of a dot product are added up in CHAINS vectors in turn, and these in their order at the end.
@@ -213,8 +205,10 @@ void rows(const W* w, const float* x, const float* scale, const X* bias, X* out,
 
 template <class W, class X>
 void product(const W* w, const float* x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K) {
-    int64_t blocks = N / ROWS;
-#pragma omp parallel for schedule(dynamic, 32)
+    int64_t blocks = N / ROWS, share = blocks / 64;  // shares small enough for many threads, and for one that is held up
+    if (share < 1) share = 1;
+    if (share > 32) share = 32;
+#pragma omp parallel for schedule(dynamic, share)
     for (int64_t block = 0; block < blocks; block++) rows<ROWS>(w, x, scale, bias, out, T, N, K, block * ROWS);
     for (int64_t row = blocks * ROWS; row < N; row++) rows<1>(w, x, scale, bias, out, T, N, K, row);
 }

@@ -10,8 +10,10 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -28,22 +30,21 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled products, from the user's cache if they were compiled on such a machine before; None without a compiler."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None or not _runs_here():
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if platform.system() != "Linux" or shutil.which(compiler[0]) is None:
         return None
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "judge-decoding"
-    file = folder / f"native-{hashlib.sha256(_what_decides(compiler)).hexdigest()[:16]}.so"
     try:
+        file = _cache() / f"native-{hashlib.sha256(_what_decides(compiler)).hexdigest()[:16]}.so"
         if not file.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as work:
-                made, linked = Path(work) / "native.o", Path(work) / "native.so"
-                subprocess.run([compiler, *FLAGS, "-c", SOURCE, "-o", made], check=True, capture_output=True)
-                # not linked with OpenMP: PyTorch's own copy, whose threads are awake already, is found at load time
-                subprocess.run([compiler, "-shared", made, "-o", linked], check=True, capture_output=True)
-                linked.replace(file)
-        found = ctypes.CDLL(str(file))
-    except (OSError, subprocess.CalledProcessError):
+            _compile(compiler, file)
+        try:
+            found = ctypes.CDLL(str(file))
+        except OSError:  # cut short
+            _compile(compiler, file)
+            found = ctypes.CDLL(str(file))
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error).encode()
+        print(f"native.cpp wasn't compiled, so PyTorch's slower products are used: {said.decode()[:300]}", file=sys.stderr)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     found.few_rows.argtypes = [pointer, ctypes.c_int, pointer, pointer, ctypes.c_int, *[pointer] * 3, *[number] * 3]
@@ -51,22 +52,46 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def _runs_here() -> bool:
-    return platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64")
+def _cache() -> Path:
+    """The folder for compiled files: the user's own. Raises OSError where it is somebody else's, RuntimeError without a home."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = (given if given.is_absolute() else Path.home() / ".cache") / "judge-decoding"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to another user")
+    return folder
 
 
-def _what_decides(compiler: str) -> bytes:
+def _compile(compiler: list[str], file: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=file.parent) as work:
+        made, linked = Path(work) / "native.o", Path(work) / "native.so"
+        subprocess.run([*compiler, *FLAGS, "-c", SOURCE, "-o", made], check=True, capture_output=True)
+        # not linked with OpenMP: PyTorch's own copy, whose threads are awake already, is found at load time
+        subprocess.run([*compiler, "-shared", made, "-o", linked], check=True, capture_output=True)
+        linked.replace(file)
+
+
+def _what_decides(compiler: list[str]) -> bytes:
     """Everything that the compiled file depends on: the source, the compiler and the processor's instructions."""
-    version = subprocess.run([compiler, "--version"], capture_output=True).stdout
+    version = subprocess.run([*compiler, "--version"], capture_output=True).stdout
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
-    return b"\n".join((SOURCE.read_bytes(), version, "\n".join((*FLAGS, *features)).encode()))
+    return b"\n".join((SOURCE.read_bytes(), version, "\n".join((*compiler, *FLAGS, *features)).encode()))
 
 
-def can(x: Tensor, weight: Tensor) -> bool:
-    """Whether there is a product for these."""
-    kinds = x.dtype in (torch.float32, torch.bfloat16) and weight.dtype in KINDS
-    return kinds and len(x) <= MOST_ROWS and weight.is_contiguous() and library() is not None
+def can(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether ``few_rows`` takes these: two-dimensional, of its kinds and sizes, in one piece."""
+    N, K = weight.shape
+    return (
+        x.dtype in (torch.float32, torch.bfloat16)
+        and weight.dtype in KINDS
+        and 1 <= len(x) <= MOST_ROWS
+        and x.shape[1] == K
+        and weight.is_contiguous()
+        and (scale is None or (scale.dtype == torch.float32 and scale.shape == (N,) and scale.is_contiguous()))
+        and (bias is None or (bias.shape == (N,) and bias.is_contiguous()))
+        and library() is not None
+    )
 
 
 def few_rows(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:

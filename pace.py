@@ -46,19 +46,17 @@ class Pace:
         return max(self.round_ms, key=lambda M: self.expected(M) / self.round_ms[M])
 
 
-def round_costs(
-    draft_ms: float, verify_ms: Mapping[int, float], other_ms: float, lengths: Sequence[int] = LENGTHS
-) -> dict[int, float]:
-    """Milliseconds of a round by M, from a draft step's and from passes of the target that were measured at some lengths.
+def round_costs(draft_ms: float, rest_ms: Mapping[int, float], lengths: Sequence[int]) -> dict[int, float]:
+    """Milliseconds of a round by M, from a draft step's and from all the rest of rounds of some lengths.
 
-    Between two lengths that were measured a pass is taken to lie on the line between them.
+    Between two lengths that were measured the rest is taken to lie on the line between them.
     """
-    known = sorted(verify_ms)
+    known = sorted(rest_ms)
 
-    def verify(M: int) -> float:
+    def rest(M: int) -> float:
         above = next((k for k in known if k >= M), known[-1])
         below = next((k for k in reversed(known) if k <= M), known[0])
         share = (M - below) / (above - below) if above > below else 0.0
-        return verify_ms[below] + share * (verify_ms[above] - verify_ms[below])
+        return rest_ms[below] + share * (rest_ms[above] - rest_ms[below])
 
-    return {M: M * draft_ms + verify(M) + other_ms for M in lengths}
+    return {M: M * draft_ms + rest(M) for M in lengths}

@@ -213,7 +213,7 @@ def build(args: argparse.Namespace, bench: Bench, settings: list[Setting]) -> fl
             engine = Replaying(
                 target, bench.draft, draft_len=s.draft_len, adapt=s.adapt, accepted=args.acceptance, **options
             )  # fmt: skip
-        engine.warm_up()
+        engine.warm_up(1, s.max_len)
         bench.engines[s.name] = engine
     return time.perf_counter() - start
 
@@ -221,10 +221,10 @@ def build(args: argparse.Namespace, bench: Bench, settings: list[Setting]) -> fl
 def take(engine: Engine, prompt: list[int], new_tokens: int, stop_ids: Sequence[int]) -> Sample:
     """Decode one text up to a stop token or ``new_tokens``, and time it."""
     engine.text = []  # the prompt is read, whatever came before
+    engine.wait()
     start = time.perf_counter()
     engine.prefill(prompt)
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
+    engine.wait()
     prefilled = time.perf_counter()
     rounds: list[Round] = []
     read, length, first_s = 0, len(prompt), 0.0

@@ -59,7 +59,7 @@ def check_right(device: str, tokens: int = 200) -> dict[str, Any]:
                 target, draft if M else None, draft_len=M, verify="standard" if verify == "plain" else verify,
                 sampling=Sampling(temperature, seed=1), max_len=max(map(len, prompts)) + tokens, capture=capture,
             )  # fmt: skip
-            engine.warm_up()
+            engine.warm_up(min(map(len, prompts)), engine.max_len)
             texts[name] = [engine.complete(prompt, tokens) for prompt in prompts]
         rows.append({
             "rule": verify, "M": M, "temperature": temperature, "tokens": tokens * len(prompts),

@@ -8,6 +8,7 @@ import torch
 
 import checkpoint
 from errors import UserError
+from linear import choose
 from model import Config, Transformer
 from tp import Ranks
 
@@ -94,4 +95,6 @@ def random_model(
             p.normal_(std=p.shape[1] ** -0.5)
     model.tie()
     model.pack()
+    if model.norm.weight.device.type == "cpu":
+        choose(dtype, quantization)
     return model

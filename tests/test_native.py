@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -15,12 +16,8 @@ import native
 from linear import Int8Linear, Linear, few_rows
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
-FORMS = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float32, torch.int8),
-    (torch.bfloat16, torch.int8),
-]
+FLOAT, BFLOAT, INT8 = torch.float32, torch.bfloat16, torch.int8
+FORMS = [(FLOAT, FLOAT), (BFLOAT, BFLOAT), (FLOAT, INT8), (BFLOAT, INT8)]
 
 
 def operands(T, N, K, x_dtype, w_dtype, bias=True):
@@ -81,22 +78,51 @@ def test_bfloat16_is_rounded_to_even_and_keeps_what_is_no_number():
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ours", [False, True])
-def test_the_faster_way_is_taken_and_measured_once(monkeypatch, form, ours):
-    monkeypatch.setattr(linear, "_native_is_faster", {})
-    monkeypatch.setattr(linear, "IN_CACHE", 0)
-    asked = []
-
-    def seconds(way, *args):
-        asked.append(way)
-        return 1.0 if (way is native.few_rows) == ours else 2.0
-
-    monkeypatch.setattr(linear, "_seconds", seconds)
-    for T in (1, 2, 5, 9):
+def test_the_faster_way_is_chosen_once_for_one_row_and_for_a_block(monkeypatch, form, ours):
+    monkeypatch.setattr(linear, "_native", {})
+    monkeypatch.setattr(linear, "SMALL", 0)
+    asked, taken = [], []
+    monkeypatch.setattr(linear, "_is_faster", lambda x, *rest: asked.append(len(x)) or ours)
+    right = native.few_rows
+    monkeypatch.setattr(native, "few_rows", lambda *args: taken.append(args) or right(*args))
+    for _ in range(2):
+        linear.choose(form[0], "int8" if form[1] == INT8 else "none")
+    for T in (1, 2, 5, 64, 65):
         args = operands(T, 40, 90, *form)
         torch.testing.assert_close(few_rows(*args).double(), exact(*args), atol=1.5, rtol=0.02)
     if native.library() is not None:
-        assert len(asked) == 4
-        assert set(linear._native_is_faster.values()) == {ours}
+        assert asked == [1, 16]
+        assert len(taken) == (4 if ours else 0)  # more than 64 rows are never ours
+
+
+def test_measuring_finds_a_winner(monkeypatch):
+    x, weight, *_ = operands(1, 300, 400, FLOAT, FLOAT)
+    monkeypatch.setattr(linear, "torch_linear", lambda *args: time.sleep(0.02))
+    monkeypatch.setattr(native, "few_rows", lambda *args: None)
+    assert linear._is_faster(x, weight, None)
+    monkeypatch.setattr(native, "few_rows", lambda *args: time.sleep(0.04))
+    assert not linear._is_faster(x, weight, None)
+
+
+@needs_compiler
+def test_what_does_not_fit_is_refused_and_never_read():
+    x, weight, scale, bias = operands(3, 40, 90, BFLOAT, INT8)
+    assert native.can(x, weight, scale, bias)
+    for args in (
+        (x[:, :80], weight, scale, bias), (x, weight, scale.bfloat16(), bias), (x, weight, scale[:-1], bias),
+        (x, weight, scale, bias[:-1]), (x.half(), weight, scale, bias), (x, weight.t().contiguous().t(), scale, bias),
+        (x[:0], weight, scale, bias), (x, weight, torch.rand(80)[::2], bias),
+    ):  # fmt: skip
+        assert not native.can(*args)
+    with pytest.raises(RuntimeError):
+        few_rows(torch.randn(2, 700), torch.randn(1200, 600), None, None)
+
+
+def test_a_frozen_layer_passes_gradients_on():
+    layer = Linear(600, 1000, bias=False).requires_grad_(False)
+    x = torch.randn(3, 600, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(3, 600))
 
 
 def test_without_a_compiler_the_layers_still_work(tmp_path):
@@ -123,7 +149,35 @@ def test_it_is_compiled_once_into_the_users_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DUNUSED"))
     native.library.__wrapped__()
     assert len(list((tmp_path / "judge-decoding").iterdir())) == 2
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    file.unlink()  # this process has the old one mapped
+    file.write_bytes(b"")  # cut short: made anew
+    monkeypatch.setattr(native, "FLAGS", native.FLAGS[:-1])
+    assert native.library.__wrapped__() is not None and file.stat().st_size > 1000
+
+
+@needs_compiler
+@pytest.mark.parametrize("changes, said", [
+    ({"XDG_CACHE_HOME": "/proc/nowhere"}, "/proc/nowhere"),
+    ({"CXX": "{file}"}, "Exec format"),
+    ({"CXX": "g++ --no-such-option"}, "no-such-option"),
+])  # fmt: skip
+def test_where_it_cannot_be_compiled_it_says_why(tmp_path, monkeypatch, capsys, changes, said):
+    (tmp_path / "file").write_bytes(b"\0")
+    (tmp_path / "file").chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value.format(file=tmp_path / "file"))
+    assert native.library.__wrapped__() is None
+    printed = capsys.readouterr().err
+    assert printed.startswith("native.cpp wasn't compiled") and said in printed
+
+
+@needs_compiler
+def test_options_of_the_compiler_and_another_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "g++ -O2")
+    assert native.library.__wrapped__() is not None
+    monkeypatch.setattr("os.getuid", lambda: 12345)
     assert native.library.__wrapped__() is None
 
 
@@ -134,7 +188,7 @@ def test_large_layers_go_through_it_compiled_or_not(rows):
     layers[1].load_state_dict(Int8Linear.quantize(torch.randn(2000, 600)))
     x = torch.randn(rows, 600)
     for layer in layers:
-        assert layer.weight.nbytes >= linear.IN_CACHE
+        assert layer.weight.nbytes >= linear.SMALL
         weight = layer.weight if isinstance(layer, Linear) else Int8Linear.dequantize(layer.state_dict())
         torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight, layer.bias), atol=2e-4, rtol=1e-4)
         assert torch.equal(torch.compile(layer, dynamic=True)(x), layer(x))

@@ -33,7 +33,7 @@ def adaptive(round_ms):
     st.floats(0.05, 1.0), st.floats(-0.02, 0.02), st.floats(0.001, 0.5), st.floats(0.0, 0.1), st.integers(0, 1000),
 )  # fmt: skip
 def test_it_is_never_much_below_a_fixed_5(chance, slope, draft, row, seed):
-    costs = round_costs(draft, {2: 1 + 3 * row, 36: 1 + 37 * row}, 0.01, LENGTHS)
+    costs = round_costs(draft, {2: 1 + 3 * row, 36: 1 + 37 * row}, LENGTHS)
 
     def chances(i):
         return min(1.0, max(0.0, chance + slope * i))
@@ -44,13 +44,13 @@ def test_it_is_never_much_below_a_fixed_5(chance, slope, draft, row, seed):
 
 @pytest.mark.parametrize("chance", [0.3, 0.7, 0.9, 0.97])
 def test_it_finds_the_best_length(chance):
-    costs = round_costs(0.05, {2: 1.0, 36: 1.5}, 0.0, LENGTHS)
+    costs = round_costs(0.05, {2: 1.0, 36: 1.5}, LENGTHS)
     fixed = {M: simulate(lambda i: chance, costs, lambda n, m, M=M: M, 3000, 1) for M in LENGTHS}
     assert simulate(lambda i: chance, costs, adaptive(costs), 3000, 1) > 0.96 * max(fixed.values())
 
 
 def test_it_follows_a_text_that_changes():
-    pace = Pace(round_costs(0.05, {2: 1.0, 36: 1.2}, 0.0, LENGTHS))
+    pace = Pace(round_costs(0.05, {2: 1.0, 36: 1.2}, LENGTHS))
     for _ in range(50):
         pace.saw(36, 36)
     assert pace.best() == 36
@@ -72,6 +72,6 @@ def test_expected_tokens_lie_between_one_and_all_and_grow_with_the_length(seen):
 
 
 def test_costs_between_measured_lengths_lie_on_the_line():
-    costs = round_costs(2.0, {2: 10.0, 12: 20.0, 36: 20.0}, 1.0, LENGTHS)
-    assert costs == {2: 15.0, 5: 10 + 13 + 1, 8: 16 + 16 + 1, 12: 45.0, 18: 57.0, 25: 71.0, 36: 93.0}
-    assert round_costs(1.0, {5: 3.0}, 0.0, (5,)) == {5: 8.0}
+    costs = round_costs(2.0, {2: 11.0, 12: 21.0, 36: 21.0}, LENGTHS)
+    assert costs == {2: 15.0, 5: 10 + 14, 8: 16 + 17, 12: 45.0, 18: 57.0, 25: 71.0, 36: 93.0}
+    assert round_costs(1.0, {5: 3.0}, (5,)) == {5: 8.0}
