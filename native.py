@@ -34,7 +34,7 @@ def library() -> ctypes.CDLL | None:
     if platform.system() != "Linux" or shutil.which(compiler[0]) is None:
         return None
     try:
-        file = _cache() / f"native-{hashlib.sha256(_what_decides(compiler)).hexdigest()[:16]}.so"
+        file = _file(compiler)
         if not file.exists():
             _compile(compiler, file)
         try:
@@ -52,14 +52,22 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def _cache() -> Path:
-    """The folder for compiled files: the user's own. Raises OSError where it is somebody else's, RuntimeError without a home."""
+def _file(compiler: list[str]) -> Path:
+    """Where the compiled products are kept: in a folder of the user's own, by a name that holds all they depend on.
+
+    Raises:
+        OSError: the folder can't be had or is somebody else's; RuntimeError: there is no home.
+    """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     folder = (given if given.is_absolute() else Path.home() / ".cache") / "judge-decoding"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise OSError(f"{folder} belongs to another user")
-    return folder
+    version = subprocess.run([*compiler, "--version"], capture_output=True).stdout
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    what = b"\n".join((SOURCE.read_bytes(), version, "\n".join((*compiler, *FLAGS, *features)).encode()))
+    return folder / f"native-{hashlib.sha256(what).hexdigest()[:16]}.so"
 
 
 def _compile(compiler: list[str], file: Path) -> None:
@@ -69,14 +77,6 @@ def _compile(compiler: list[str], file: Path) -> None:
         # not linked with OpenMP: PyTorch's own copy, whose threads are awake already, is found at load time
         subprocess.run([*compiler, "-shared", made, "-o", linked], check=True, capture_output=True)
         linked.replace(file)
-
-
-def _what_decides(compiler: list[str]) -> bytes:
-    """Everything that the compiled file depends on: the source, the compiler and the processor's instructions."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True).stdout
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
-    return b"\n".join((SOURCE.read_bytes(), version, "\n".join((*compiler, *FLAGS, *features)).encode()))
 
 
 def can(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> bool:
