@@ -111,8 +111,6 @@ def check_args(args: argparse.Namespace) -> None:
     if args.interactive and (args.json or args.num_samples > 1):
         raise UserError(f"{'--json' if args.json else '--num-samples'} can't be had with --interactive")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no CUDA device that PyTorch can use")
     sampling_of(args).check()
     if args.temperature == 0 and (args.top_k or args.top_p < 1):
         given = f"--top-k {args.top_k}" if args.top_k else f"--top-p {args.top_p:g}"

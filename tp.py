@@ -330,9 +330,11 @@ def start(device: str) -> Ranks:
     Only rank 0 prints from here on.
 
     Raises:
-        UserError: more processes on this machine than CUDA devices.
+        UserError: no CUDA device, or fewer than processes on this machine.
     """
     global _watch, _store
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no CUDA device that PyTorch can use")
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Ranks()

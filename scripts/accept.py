@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 from evaluate import Contender, parse_rules
-from plots import curves_figure, require_matplotlib
+from plots import check_plot, curves_figure
 from tasks import TASKS, encode, question_and_answer, read_problems
 from torch import Tensor
 from tqdm import tqdm
@@ -137,9 +137,7 @@ def parse_args():
     if args.raw and args.task:
         raise UserError(f"--raw has no meaning with --task {args.task}, which knows whether its prompts are raw")
     check_writable("--html", args.html)
-    check_writable("--plot", args.plot)
-    if args.plot is not None:
-        require_matplotlib()
+    check_plot(args.plot)
     return args
 
 

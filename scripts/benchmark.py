@@ -12,7 +12,9 @@ collectives.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import statistics
 import sys
 import time
@@ -25,19 +27,18 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 from evaluate import Contender, parse_rules
-from plots import require_matplotlib, rounds_figure
+from plots import check_plot, rounds_figure
 from shapes import ROWS, random_model, shape
 from tasks import TASKS, encode, read_problems
 from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
-from engine import Engine, Round, Sampling
+from engine import TARGET, Engine, Round, Sampling
 from errors import Parser, UserError, run_cli
-from files import check_writable
 from generate import DEMO, draft_length
 from judge import Block, Head
-from linear import MODES
+from linear import MODES, Linear, group_of
 from model import Transformer
 from pace import LENGTHS
 from tp import Ranks, check_divides, local_config, ranks_of, together
@@ -62,11 +63,9 @@ class Sample(NamedTuple):
     first_token_s: float  # from the prompt to the first round's tokens
     decode_s: float
     rounds: list[Round]
+    tokens: int  # of the text; those of the last round behind its end are left out
+    accepted: int  # drafted ones among them
     read_bytes: int  # weights, keys and values
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(now.tokens) for now in self.rounds)
 
     @property
     def round_ms(self) -> float:
@@ -92,7 +91,7 @@ class Replaying(Engine):
 
     def _accept(self, block: Block, best: Tensor, logits: Tensor | None, uniform: Tensor | None) -> None:
         super()._accept(block, best, logits, uniform)
-        self.due += min(self.accepted, len(block.drafted))
+        self.due += self.accepted
         n = self.due.floor()
         self.due -= n
         self.result[0] = n
@@ -106,7 +105,7 @@ class Bench:
     draft: Transformer | None
     head: Head | None
     prompts: list[list[int]]
-    stop_ids: tuple[int, ...]
+    stop_ids: frozenset[int]
     load_s: float
     names: dict[str, str]
     engines: dict[str, Engine] = field(default_factory=dict)
@@ -115,24 +114,31 @@ class Bench:
 def measure_bandwidth(device: torch.device) -> float:
     """Bytes a second at which this device, or this process's threads, read memory: the best of seven sums."""
     x = torch.ones(READ_BYTES // 4, dtype=torch.float32, device=device)
+    times = 4 if device.type == "cuda" else 1  # on a GPU one sum is over before the host has noticed
     best = 0.0
     for _ in range(7):
         start = time.perf_counter()
-        x.sum().item()
-        best = max(best, READ_BYTES / (time.perf_counter() - start))
+        for _ in range(times):
+            total = x.sum()
+        total.item()
+        best = max(best, times * READ_BYTES / (time.perf_counter() - start))
     return best
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large product: the best of five."""
-    n = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    """Operations a second of a large product: the best of five. On a CPU of 64 rows, by the loops that verify passes use."""
+    if device.type == "cpu":
+        layer = Linear(2048, 2048, bias=False).to(dtype).requires_grad_(False)
+        x, operations = torch.ones((64, 2048), dtype=dtype), 2 * 64 * 2048**2
+        product = functools.partial(layer, x)
+    else:
+        a, b = (torch.ones((8192, 8192), device=device, dtype=dtype) for _ in range(2))
+        operations, product = 2 * 8192**3, functools.partial(torch.mm, a, b)
     best = 0.0
     for _ in range(5):
         start = time.perf_counter()
-        c = a @ b
-        c[0, 0].item()
-        best = max(best, 2 * n**3 / (time.perf_counter() - start))
+        product()[0, 0].item()
+        best = max(best, operations / (time.perf_counter() - start))
     return best
 
 
@@ -149,12 +155,18 @@ def parse_settings(args: argparse.Namespace, heads: dict[str, Head], longest_pro
         M = draft_length(length) if length else 0 if rule.name == "plain" else 8 if rule.verify == "standard" else 25
         if length and M != "auto" and int(M) < 1:
             raise UserError(f"--rules names {text!r}; @M must be at least 1")
+        if args.acceptance is not None and M == "auto":
+            raise UserError(f"--rules names {text!r}, whose length would follow --acceptance {args.acceptance:g}; give a number")
+        if args.acceptance is not None and M and args.acceptance > int(M):
+            raise UserError(f"--acceptance is {args.acceptance:g}; {text} drafts {M} tokens a round")
         for room in args.room or [longest_prompt + args.new_tokens]:
             if room < longest_prompt + args.new_tokens:
                 raise UserError(
                     f"--room is {room}; the longest prompt and --new-tokens are {longest_prompt + args.new_tokens} together"
                 )
             full = f"{text}/{room}" if len(args.room) > 1 else text
+            if any(full == other.name for other in found):
+                raise UserError(f"--rules names {text!r} twice")
             found.append(Setting(full, rule, LENGTHS[-1] if M == "auto" else int(M), M == "auto", room))
     return found
 
@@ -168,16 +180,18 @@ def from_checkpoints(args: argparse.Namespace) -> Bench:
     start = time.perf_counter()
     target, draft = pair.load(checkpoint.DTYPES[args.dtype], args.device, args.quantize)
     names = {"target": pair.target.name, "draft": pair.draft.name if pair.draft else "none"}
-    return Bench(target, draft, pair.head, prompts, tuple(pair.tokenizer.eos_ids), time.perf_counter() - start, names)
+    return Bench(target, draft, pair.head, prompts, frozenset(pair.tokenizer.eos_ids), time.perf_counter() - start, names)
 
 
 def from_nothing(args: argparse.Namespace, ranks: Ranks) -> Bench:
     """Models of random weights, whole or as one of ``--rank-of`` ranks has them, and random prompts."""
     configs = [shape(name) for name in args.random_weights]
+    if args.rank_of > 1 and ranks.size > 1:
+        raise UserError(f"--rank-of {args.rank_of} times one rank's part; start it without torchrun")
     start = time.perf_counter()
     if args.rank_of > 1:
         for name, config in zip(args.random_weights, configs):
-            check_divides(config, args.rank_of, name)
+            check_divides(config, args.rank_of, name, group_of(args.quantize) if args.quantize.startswith("int4") else 1)
         configs = [local_config(config, args.rank_of) for config in configs]
     dtype = checkpoint.DTYPES[args.dtype]
     models = [random_model(config, args.quantize, dtype, args.device, ranks) for config in configs]
@@ -187,7 +201,7 @@ def from_nothing(args: argparse.Namespace, ranks: Ranks) -> Bench:
     head = Head(torch.randn(dim, generator=source) * dim**-0.5, 0.0, "post_norm", args.random_weights[0], "", floor=0.0)
     names = dict(zip(("target", "draft"), args.random_weights))
     draft = models[1] if len(models) > 1 else None
-    return Bench(models[0], draft, head, prompts, (), time.perf_counter() - start, names)
+    return Bench(models[0], draft, head, prompts, frozenset(), time.perf_counter() - start, names)
 
 
 def build(args: argparse.Namespace, bench: Bench, settings: list[Setting]) -> float:
@@ -218,7 +232,7 @@ def build(args: argparse.Namespace, bench: Bench, settings: list[Setting]) -> fl
     return time.perf_counter() - start
 
 
-def take(engine: Engine, prompt: list[int], new_tokens: int, stop_ids: Sequence[int]) -> Sample:
+def take(engine: Engine, prompt: list[int], new_tokens: int, stop_ids: frozenset[int]) -> Sample:
     """Decode one text up to a stop token or ``new_tokens``, and time it."""
     engine.text = []  # the prompt is read, whatever came before
     engine.wait()
@@ -227,24 +241,38 @@ def take(engine: Engine, prompt: list[int], new_tokens: int, stop_ids: Sequence[
     engine.wait()
     prefilled = time.perf_counter()
     rounds: list[Round] = []
-    read, length, first_s = 0, len(prompt), 0.0
+    first_s, tokens = 0.0, list[int]()
     for now in engine.rounds(len(prompt)):
         first_s = first_s or time.perf_counter() - start
         rounds.append(now)
-        read += engine.target.weight_bytes() + length * engine.target.position_bytes()
-        if engine.draft is not None:
-            read += now.drafted * (engine.draft.weight_bytes() + length * engine.draft.position_bytes())
-        length += len(now.tokens)
-        if length - len(prompt) >= new_tokens or any(token in stop_ids for token in now.tokens):
+        tokens += now.tokens
+        if len(tokens) >= new_tokens or not stop_ids.isdisjoint(now.tokens):
             break
-    return Sample(prefilled - start, first_s, time.perf_counter() - prefilled, rounds, read)
+    decode_s = time.perf_counter() - prefilled
+    end = next((i for i, token in enumerate(tokens) if token in stop_ids), new_tokens)
+    by = [who for now in rounds for who in now.accepted_by][:end]
+    return Sample(
+        prefilled - start, first_s, decode_s, rounds, len(by), len(by) - by.count(TARGET), bytes_read(engine, rounds, prompt)
+    )
+
+
+def bytes_read(engine: Engine, rounds: list[Round], prompt: Sequence[int]) -> int:
+    """Weights, keys and values that a text's rounds read."""
+    total, length = 0, len(prompt)
+    models = (engine.target,) if engine.draft is None else (engine.target, engine.draft)
+    weights, positions = [model.weight_bytes() for model in models], [model.position_bytes() for model in models]
+    for now in rounds:
+        for times, weight, position in zip((1, now.drafted), weights, positions):
+            total += times * (weight + length * position)
+        length += len(now.tokens)
+    return total
 
 
 def run_all(bench: Bench, settings: list[Setting], repeat: int, new_tokens: int) -> dict[str, list[Sample]]:
-    """Every setting on every text in turn; the first text of each, unmeasured, warms up."""
+    """Every setting on every text in turn, after each prompt once, unmeasured, which warms up."""
     samples: dict[str, list[Sample]] = {s.name: [] for s in settings}
-    prompts = bench.prompts
-    for i in tqdm(range(-1, repeat), desc="texts of each setting"):
+    prompts = bench.prompts[:repeat]
+    for i in tqdm(range(-len(prompts), repeat), desc="texts of each setting"):
         for s in settings:
             sample = take(bench.engines[s.name], prompts[i % len(prompts)], new_tokens, bench.stop_ids)
             if i >= 0:
@@ -264,29 +292,34 @@ def row_of(samples: list[Sample], bandwidth: float) -> dict[str, Any]:
     steps = [now.ms["draft"] / now.drafted for now in rounds if now.drafted]
     return {
         "tokens_per_s": spread([s.tokens / s.decode_s for s in samples]),
+        "n": len(samples),
         "draft_step_ms": spread(steps) if steps else None,
         "verify_ms": spread([now.ms["verify"] for now in rounds]),
         "other_ms": spread([s.other_ms for s in samples]),
         "round_ms": spread([s.round_ms for s in samples]),
         "prefill_s": spread([s.prefill_s for s in samples]),
         "first_token_s": spread([s.first_token_s for s in samples]),
-        "mean_accepted": sum(len(now.tokens) - 1 for now in rounds) / len(rounds),
+        "mean_accepted": sum(s.accepted for s in samples) / len(rounds),
         "draft_len": statistics.median(now.drafted for now in rounds),
         "mbu": statistics.median(s.read_bytes / s.decode_s for s in samples) / bandwidth,
     }
 
 
-def passes_of(bench: Bench, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every kind of pass that was timed, as roofline.py --calibrate reads them."""
+def passes_of(bench: Bench, settings: list[Setting], samples: dict[str, list[Sample]]) -> list[dict[str, Any]]:
+    """Every kind of pass that was timed, as roofline.py --calibrate reads them; those of changing lengths are left out."""
     found: dict[tuple[str, int], list[float]] = {}
-    for row in rows.values():
-        if row["draft_step_ms"] is not None:
-            found.setdefault(("draft", 1), []).append(row["draft_step_ms"][0])
-        found.setdefault(("target", int(row["draft_len"]) + 1), []).append(row["verify_ms"][0])
+    for s in settings:
+        rounds = [now for sample in samples[s.name] for now in sample.rounds]
+        if s.draft_len > 3 and not s.adapt:  # of a short block the first step, which reads two tokens, is too large a part
+            found.setdefault(("draft", 1), []).extend(now.ms["draft"] / now.drafted for now in rounds)
+        if not s.adapt:
+            found.setdefault(("target", s.draft_len + 1), []).extend(now.ms["verify"] for now in rounds)
     models = {"target": bench.target, "draft": bench.draft}
+    lengths = [len(p) + sum(len(now.tokens) for now in t.rounds) / 2 for ts in samples.values() for t, p in zip(ts, bench.prompts)]
+    length = statistics.mean(lengths)
     return [
-        {"model": bench.names[who], "rows": T, "ms": statistics.median(ms), "bytes": model.weight_bytes(),
-         "layers": model.config.n_layers}
+        {"model": bench.names[who], "rows": T, "ms": statistics.median(ms), "layers": model.config.n_layers,
+         "read_bytes": model.weight_bytes() + length * model.position_bytes()}
         for (who, T), ms in found.items() if (model := models[who]) is not None
     ]  # fmt: skip
 
@@ -354,8 +387,8 @@ def check_args(args: argparse.Namespace) -> None:
             if given:
                 raise UserError(f"{name} is for --random-weights; a checkpoint's own tokens would be overruled")
     else:
-        if args.target or args.draft or args.judge:
-            raise UserError("--random-weights takes the place of --target, --draft and --judge")
+        if args.target or args.draft or args.judge or args.data or args.task != "demo":
+            raise UserError("--random-weights takes the place of --target, --draft, --judge, --task and --data")
         unknown = [name for name in args.random_weights if name not in ROWS]
         if unknown or len(args.random_weights) > 2:
             raise UserError(f"--random-weights is {' '.join(args.random_weights)}; give a target and a draft of {', '.join(ROWS)}")
@@ -364,14 +397,17 @@ def check_args(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     drafts = args.draft is not None or len(args.random_weights or ()) > 1
     judges = args.judge is not None or args.random_weights is not None
-    args.rules = args.rules or ",".join(["plain"] + ["standard"] * drafts + ["judge"] * (drafts and judges))
+    standard = drafts and args.acceptance is None  # an acceptance that is given is the judge's
+    args.rules = args.rules or ",".join(["plain"] + ["standard"] * standard + ["judge"] * (drafts and judges))
     if not drafts and args.rules != "plain":
         raise UserError(f"--rules {args.rules} needs a draft")
-    if args.acceptance is not None and args.acceptance < 0:
-        raise UserError(f"--acceptance is {args.acceptance:g}; it must be at least 0")
-    check_writable("--plot", args.plot)
-    if args.plot is not None:
-        require_matplotlib()
+    if args.acceptance is not None and not 0 <= args.acceptance < math.inf:
+        raise UserError(f"--acceptance is {args.acceptance:g}; it must be a number of at least 0")
+    if args.acceptance is not None and args.rules == "plain":
+        raise UserError(f"--acceptance {args.acceptance:g} has no meaning for plain decoding")
+    if args.judge is not None and not drafts:
+        raise UserError(f"--judge {args.judge} needs a --draft")
+    check_plot(args.plot)
 
 
 def main() -> None:
@@ -405,7 +441,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> None:
     if args.json:
         said = {"machine": machine, "models": bench.names, "dtype": args.dtype, "quantize": bench.target.quantization,
                 "rank_of": args.rank_of, "load_s": bench.load_s, "compile_s": compile_s, "peak_memory_bytes": peak,
-                "settings": rows, "passes": passes_of(bench, rows), "torch": torch.__version__}  # fmt: skip
+                "settings": rows, "passes": passes_of(bench, settings, samples), "torch": torch.__version__}  # fmt: skip
         print(json.dumps(said))
 
 

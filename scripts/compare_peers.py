@@ -1,8 +1,8 @@
-"""This engine beside transformers and llama.cpp: the same model, prompts and precision, greedy, interleaved; ratios printed.
+"""This engine beside transformers and llama.cpp on a CPU: the same model, prompts and precision, greedy; ratios printed.
 
-Everyone continues the same token ids by the same number of tokens, once by one token and once by all, and the difference of the
-two times is what the others took: so reading the prompt counts for nobody. A peer that isn't installed is left out, with a word.
-transformers gets the weights of our checkpoint; llama.cpp reads its own files (--gguf, --draft-gguf).
+Everyone in turn continues the same token ids, once by n tokens and once by twice as many, and the difference of the two times is
+what n tokens took: so neither reading the prompt nor the last block's overhang counts. A peer that isn't installed is left out,
+with a word. transformers gets the weights of our checkpoint; llama.cpp reads its own files (--gguf, --draft-gguf).
 
     pip install -r requirements-peers.txt
 """
@@ -75,8 +75,6 @@ def their_weights(folder: Path) -> dict[str, Tensor]:
     """Our checkpoint's weights by Hugging Face's names, fused ones taken apart."""
     config = checkpoint.load_config(folder)
     source = checkpoint.open_source(folder, config)
-    if source.quantization != "none":
-        raise UserError(f"{folder} is {source.quantization}; transformers needs the checkpoint that isn't quantized")
     single = {ours: theirs for theirs, (ours, _) in LAYER_NAMES.items() if ours not in PARTS}
     found = {}
     for name in source.files:
@@ -116,29 +114,33 @@ def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def transformers_peers(args: argparse.Namespace, pair: checkpoint.Pair) -> list[Peer]:
-    """Plain decoding, the same compiled with a static cache, and assisted generation."""
+def transformers_peers(args: argparse.Namespace, pair: checkpoint.Pair, max_len: int) -> list[Peer]:
+    """Plain decoding, the same compiled with a static cache, and assisted generation. Raises ImportError."""
     dtype = checkpoint.DTYPES[args.dtype]
     model = transformers_model(pair.target, dtype)
-    quiet = {"do_sample": False, "pad_token_id": 0}
 
-    def complete(which: Any, **options: Any) -> Callable[[list[int], int], list[int]]:
+    def complete(which: Any, cache: Any = None, **options: Any) -> Callable[[list[int], int], list[int]]:
         def run(prompt: list[int], n: int) -> list[int]:
-            ids = torch.tensor([prompt])
-            options_now = {**quiet, **options, "min_new_tokens": n, "max_new_tokens": n}
-            out = which.generate(ids, attention_mask=torch.ones_like(ids), **options_now)
+            ids, room = torch.tensor([prompt]), {}
+            if cache is not None:
+                cache.reset()
+                room = {"past_key_values": cache}
+            lengths = {"min_new_tokens": n, "max_new_tokens": n, "do_sample": False, "pad_token_id": 0}
+            out = which.generate(ids, attention_mask=torch.ones_like(ids), **lengths, **room, **options)
             return out[0, len(prompt) :].tolist()
 
         return run
 
     peers = [Peer("transformers: plain", complete(model))]
     if not args.no_compile:
+        import transformers
+
         compiled = transformers_model(pair.target, dtype)
         compiled.forward = torch.compile(compiled.forward)
-        peers.append(Peer("transformers: static cache, compiled", complete(compiled, cache_implementation="static")))
+        cache = transformers.StaticCache(config=compiled.config, max_cache_len=max_len)  # of one size, or each text would compile
+        peers.append(Peer("transformers: static cache, compiled", complete(compiled, cache)))
     if pair.draft is not None:
-        assistant = transformers_model(pair.draft, dtype)
-        peers.append(Peer("transformers: assisted", complete(model, assistant_model=assistant)))
+        peers.append(Peer("transformers: assisted", complete(model, assistant_model=transformers_model(pair.draft, dtype))))
     return peers
 
 
@@ -149,7 +151,12 @@ def llama_peers(args: argparse.Namespace, max_len: int) -> list[Peer]:
     threads = torch.get_num_threads()
 
     def load(path: Path, **options: Any) -> Any:
-        return llama_cpp.Llama(str(path), n_ctx=max_len + 64, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
+        try:
+            return llama_cpp.Llama(
+                str(path), n_ctx=max_len + 64, n_threads=threads, n_threads_batch=threads, verbose=False, **options
+            )
+        except ValueError as error:
+            raise UserError(f"{path} can't be loaded by llama.cpp: {error}") from None
 
     def complete(llama: Any) -> Callable[[list[int], int], list[int]]:
         def run(prompt: list[int], n: int) -> list[int]:
@@ -184,41 +191,50 @@ def llama_peers(args: argparse.Namespace, max_len: int) -> list[Peer]:
 
 def gather_peers(args: argparse.Namespace, pair: checkpoint.Pair, max_len: int) -> list[Peer]:
     """Ours, and those that are installed and can be had; a word about the others."""
-    peers = our_peers(args, pair, max_len)
-    if args.quantize != "none":
+    others: list[Peer] = []
+    folders = [folder for folder in (pair.target, pair.draft) if folder is not None]
+    kept = {checkpoint.open_source(folder, checkpoint.load_config(folder)).quantization for folder in folders}
+    if args.quantize != "none" or kept != {"none"}:
         print("transformers is left out: it has no weights of this form on a CPU", file=sys.stderr)
     else:
         try:
-            peers += transformers_peers(args, pair)
+            others += transformers_peers(args, pair, max_len)
         except ImportError:
             print("transformers is left out: it isn't installed (pip install -r requirements-peers.txt)", file=sys.stderr)
     if args.gguf is None:
         print("llama.cpp is left out: it needs --gguf FILE", file=sys.stderr)
     else:
         try:
-            peers += llama_peers(args, max_len)
+            others += llama_peers(args, max_len)
         except ImportError:
             print("llama.cpp is left out: it isn't installed (pip install -r requirements-peers.txt)", file=sys.stderr)
-    return peers
+    return our_peers(args, pair, max_len) + others
 
 
 def measure(peers: list[Peer], prompts: list[list[int]], repeat: int, n: int) -> dict[str, dict[str, Any]]:
-    """Tokens a second of each behind the first token, and how many of its tokens are as ours of plain decoding."""
+    """Tokens a second of each, and how many of its first 2 n tokens are as ours of plain decoding."""
     speeds: dict[str, list[float]] = {peer.name: [] for peer in peers}
     same: dict[str, list[int]] = {peer.name: [] for peer in peers}
-    for i in tqdm(range(-1, repeat), desc="texts of each"):  # the first one warms up
+    prompts = prompts[:repeat]
+    for i in tqdm(range(-len(prompts), repeat), desc="texts of each"):  # each prompt once, unmeasured, to warm up
         prompt, reference = prompts[i % len(prompts)], list[int]()
         for peer in peers:
             times = []
-            for count in (1, n):
+            for count in (n, 2 * n):
                 start = time.perf_counter()
                 tokens = peer.complete(prompt, count)
                 times.append(time.perf_counter() - start)
             reference = reference or tokens
             if i >= 0:
-                speeds[peer.name].append((n - 1) / (times[1] - times[0]))
                 same[peer.name].append(common_length(reference, tokens))
-    return {name: {"tokens_per_s": spread(found), "as_ours": statistics.mean(same[name])} for name, found in speeds.items()}
+                if times[1] > times[0]:  # or else something else held the shorter text up
+                    speeds[peer.name].append(n / (times[1] - times[0]))
+    rows = {}
+    for name, found in speeds.items():
+        if not found:
+            raise UserError(f"{name} was held up in every text; give more --repeat or --new-tokens")
+        rows[name] = {"tokens_per_s": spread(found), "n": len(found), "as_ours": statistics.mean(same[name])}
+    return rows
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -245,7 +261,7 @@ def main() -> None:
     p.add_argument("--data", type=Path, metavar="FILE", help="the task's JSON-lines file")
     p.add_argument("--limit", type=int, default=3, metavar="N", help="prompts (default: 3)")
     p.add_argument("--repeat", type=int, default=3, metavar="N", help="texts of each (default: 3)")
-    p.add_argument("--new-tokens", type=int, default=64, metavar="N", help="of a text (default: 64)")
+    p.add_argument("--new-tokens", type=int, default=48, metavar="N", help="n (default: 48)")
     p.add_argument("--draft-len", type=int, default=8, metavar="M", help="of the standard test and of llama.cpp (default: 8)")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo")
     p.add_argument("--quantize", choices=["none", *MODES], default="none", help="our weights (default: none)")
@@ -253,16 +269,20 @@ def main() -> None:
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")
     args = p.parse_args()
     args.dtype = args.dtype or ("float32" if args.target == str(DEMO / "target") else "bfloat16")
-    for name, least in (("limit", 1), ("repeat", 1), ("new_tokens", 2), ("draft_len", 1)):
+    for name, least in (("limit", 1), ("repeat", 1), ("new_tokens", 1), ("draft_len", 1)):
         if getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {least}")
     for name in ("gguf", "draft_gguf"):
         path = getattr(args, name)
         if path is not None and not path.is_file():
             raise UserError(f"--{name.replace('_', '-')} {path} is no file")
+    for name in ("judge", "draft_gguf"):
+        needed = "draft" if name == "judge" else "gguf"
+        if getattr(args, name) is not None and getattr(args, needed) is None:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} needs a --{needed}")
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     prompts = [encode(pair.tokenizer, problem, args.task) for problem in read_problems(args.task, args.data, args.limit)]
-    max_len = max(map(len, prompts)) + args.new_tokens
+    max_len = max(map(len, prompts)) + 2 * args.new_tokens
     with torch.inference_mode():
         rows = measure(gather_peers(args, pair, max_len), prompts, args.repeat, args.new_tokens)
     print(table(rows), file=sys.stderr if args.json else sys.stdout)

@@ -20,7 +20,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import torch
-from plots import Point, require_matplotlib, trade_off_figure
+from plots import Point, check_plot, trade_off_figure
 from tasks import TASKS, Problem, encode, read_problems
 from tqdm import tqdm
 
@@ -231,9 +231,7 @@ def parse_args():
     if args.draft_len is not None and args.draft_len < 1:
         raise UserError(f"--draft-len is {args.draft_len}; it must be at least 1")
     check_writable("--out", args.out)
-    check_writable("--plot", args.plot)
-    if args.plot is not None:
-        require_matplotlib()
+    check_plot(args.plot)
     if args.answers is not None and args.task != "mt-bench":
         raise UserError(f"--answers is for --task mt-bench, not {args.task}")
     if args.target == str(DEMO / "target"):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import UserError
+from files import check_writable
 
 # Okabe and Ito's palette, and marks that differ too: lines are told apart without colour
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -26,17 +27,24 @@ class Point(NamedTuple):
     high: float
 
 
-def require_matplotlib() -> Any:
-    """The module. Raises UserError where it isn't installed; called before any work is done for a picture."""
+def check_plot(path: Path | None) -> None:
+    """Raises UserError where --plot can't be had, before any work is done for it. None is fine."""
+    check_writable("--plot", path)
+    if path is None:
+        return
     try:
-        import matplotlib
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install -r requirements-plot.txt") from None
-    return matplotlib
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise UserError(f"--plot {path}: a picture's name ends in one of {', '.join('.' + kind for kind in sorted(kinds))}")
 
 
 def _figure() -> tuple[Any, Any]:
-    require_matplotlib().use("Agg")
+    import matplotlib
+
+    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")

@@ -1,15 +1,16 @@
 """What a round should take: milliseconds of a draft step, a verify pass and the round, what they are made of, and the bound.
 
-A pass over T tokens reads each weight once and the keys and values of the text. Its time is the sum of
+A pass over T tokens reads each weight once. Its time is the sum of
 
-  bytes        weights and KV cache over the bandwidth that kernels reach (--efficiency of the memory's), or, where that takes
-               longer, the arithmetic over the tensor cores' peak
+  bytes        weights over the bandwidth that kernels reach (--efficiency of the memory's), or, where that takes longer, the
+               arithmetic over the tensor cores' peak
+  attention    keys and values of the cache's bucket, which each program, one for every key head and 64 queries, reads at 75 GB/s
   kernels      10 small kernels a layer and 8 around the layers, of which each costs --kernel-us beside its bytes
-  collectives  two sums a layer, one for the embedding, one exchange of maxima, each --collective-us and its bytes over the link
+  collectives  two sums a layer and one for the embedding, of --collective-us and their bytes over the link; one exchange of maxima
 
-and a round is M draft steps, a verify pass, and 40 kernels of acceptance. The bound is the bytes alone, at the memory's full
-bandwidth. On a CPU, which can't multiply and read at once as well as a GPU does, bytes and arithmetic are added up. With
---calibrate the time for each byte comes from what scripts/benchmark.py measured on the machine, at each number of tokens.
+and a round is M draft steps, a verify pass, 40 kernels of acceptance and one broadcast. The bound is the bytes alone, at the
+memory's full bandwidth. On a CPU, which can't multiply and read at once as well as a GPU does, bytes and arithmetic are added up.
+With --calibrate the time for each byte comes from what scripts/benchmark.py measured on the machine, at each number of tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import torch
 from shapes import find_shape, shape, unloaded_model
 
+import checkpoint
+from engine import FIRST_BUCKET
 from errors import Parser, UserError, run_cli
 from linear import MODES
 from model import Config
-from tp import Ranks
+from tp import SMALL_BYTES, Ranks
 
 KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = 10, 8, 40
 COLLECTIVE_US = {"symmetric": 9.0, "nccl": 18.0}  # a small all-reduce inside a graph (SGLang #10571: 9; 16 to 19)
-LINK_BANDWIDTH = 450e9  # bytes/s, NVLink in one direction
+PROGRAM_BANDWIDTH, PROGRAM_QUERIES = 75e9, 64  # what one multiprocessor reads alone; queries of an attention kernel's program
 LONGEST_BLOCK = 64
 
 
@@ -47,16 +50,17 @@ class Machine:
     flops: float
     efficiency: float = 0.85
     kernel_us: float = 2.0
-    collective_us: float = COLLECTIVE_US["symmetric"]
+    collective: str = "symmetric"
+    link: float = 450e9  # between two devices, in one direction
     cpu: bool = False
     measured: dict[int, float] = field(default_factory=dict)  # tokens -> seconds for each byte of weights; empty: by the above
 
 
-GPUS = {  # peak memory bandwidth, dense bf16 arithmetic
-    "a100": Machine("a100", 2.039e12, 312e12, collective_us=COLLECTIVE_US["nccl"]),
+GPUS = {  # peak memory bandwidth, dense bf16 arithmetic, NVLink
+    "a100": Machine("a100", 2.039e12, 312e12, collective="nccl", link=300e9),
     "h100": Machine("h100", 3.35e12, 989e12),
     "h200": Machine("h200", 4.8e12, 989e12),
-    "b200": Machine("b200", 8.0e12, 2250e12),
+    "b200": Machine("b200", 8.0e12, 2250e12, link=900e9),
 }
 
 
@@ -66,9 +70,12 @@ class Model(NamedTuple):
     layers: int
     dim: int
     ranks: int
+    form: str  # of the weights: bfloat16, int8, ...
     bytes: int  # of weights that one pass reads
     weights: int  # numbers among them
-    kv_bytes: int  # of keys and values, for each position
+    position_bytes: int  # of keys and values, for each position
+    kv_heads: int
+    groups: int  # query heads to a key head
     attention: int  # multiplications for each token and position
 
 
@@ -79,9 +86,21 @@ def model_of(config: Config, ranks: int, quantization: str) -> Model:
     per_layer = config.dim * (local.n_heads + 2 * local.n_kv_heads) * local.head_dim + local.n_heads * local.head_dim * config.dim
     per_layer += 3 * config.dim * local.ffn_dim
     return Model(
-        config.n_layers, config.dim, ranks, model.weight_bytes(), config.n_layers * per_layer + local.vocab_size * config.dim,
-        model.position_bytes(), 2 * config.n_layers * local.n_heads * local.head_dim,
+        config.n_layers, config.dim, ranks, "bfloat16" if quantization == "none" else quantization, model.weight_bytes(),
+        config.n_layers * per_layer + local.vocab_size * config.dim, model.position_bytes(), local.n_kv_heads,
+        local.n_heads // local.n_kv_heads, 2 * config.n_layers * local.n_heads * local.head_dim,
     )  # fmt: skip
+
+
+def find_model(name: str, ranks: int, quantize: str, context: int) -> Model:
+    """A shape's or a checkpoint's. Raises UserError for what it can't be: quantized twice, shorter than the context."""
+    config, folder = find_shape(name)
+    kept = checkpoint.open_source(folder, config).quantization if folder is not None else "none"
+    if "none" not in (kept, quantize) and kept != quantize:
+        raise UserError(f"{name} is {kept} already; it can't be quantized to {quantize}")
+    if context > config.max_seq_len:
+        raise UserError(f"--context is {context}; {name} has room for {config.max_seq_len}")
+    return model_of(config, ranks, quantize if kept == "none" else kept)
 
 
 def between(points: dict[int, float], x: int) -> float:
@@ -94,23 +113,42 @@ def between(points: dict[int, float], x: int) -> float:
     return points[a] + (points[b] - points[a]) * (x - a) / (b - a)
 
 
+def bucket_of(length: int) -> int:
+    """Positions that attention reads where so many are in use."""
+    return max(FIRST_BUCKET, 1 << max(0, length - 1).bit_length())
+
+
 def pass_terms(m: Model, machine: Machine, T: int, context: int) -> dict[str, float]:
     """Milliseconds of one pass over T tokens behind ``context`` others, by what they are spent on."""
-    read, multiplied = m.bytes + context * m.kv_bytes, 2 * T * (m.weights + context * m.attention)
-    by_bytes, by_flops = read / (machine.bandwidth * machine.efficiency), multiplied / machine.flops
+    positions = bucket_of(context + T)
+    multiplied = 2 * T * (m.weights + positions * m.attention)
+    by_bytes, by_flops = m.bytes / (machine.bandwidth * machine.efficiency), multiplied / machine.flops
+    programs = m.kv_heads * -(-m.groups * T // PROGRAM_QUERIES)
+    once = m.position_bytes * positions / (machine.bandwidth * machine.efficiency)  # by all of the device
+    attention = max(once, m.position_bytes * positions / (min(programs, m.kv_heads) * PROGRAM_BANDWIDTH))
+    if machine.cpu:
+        attention = once
     if machine.measured:
-        by_bytes, by_flops = read * between(machine.measured, T), 0.0
+        seconds = between(machine.measured, T)
+        by_bytes, by_flops, attention = m.bytes * seconds, 0.0, m.position_bytes * positions * seconds
     terms = {
         "bytes": by_bytes,
         "arithmetic": by_flops if machine.cpu else max(0.0, by_flops - by_bytes),
+        "attention": attention,
         "kernels": (KERNELS_A_LAYER * m.layers + KERNELS_A_PASS) * machine.kernel_us * 1e-6,
-        "collectives": 0.0,
+        "collectives": collectives(m, machine, T) if m.ranks > 1 else 0.0,
     }
-    if m.ranks > 1:
-        # every rank reads the others' parts (one-shot), or sends its own around twice: the less of both
-        message = 2 * T * m.dim * min(m.ranks - 1, 2) / LINK_BANDWIDTH
-        terms["collectives"] = (2 * m.layers + 2) * (machine.collective_us * 1e-6 + message)
     return {name: 1e3 * seconds for name, seconds in terms.items()}
+
+
+def collectives(m: Model, machine: Machine, T: int) -> float:
+    """Seconds of a pass's sums over the ranks, as ``tp.sum_ranks`` goes about them, and of the exchange of maxima, NCCL's."""
+    message, nccl = 2 * T * m.dim, COLLECTIVE_US["nccl"] * 1e-6
+    if machine.collective == "symmetric" and message <= SMALL_BYTES:
+        one = COLLECTIVE_US["symmetric"] * 1e-6 + (m.ranks - 1) * message / machine.link  # each rank reads all the others' parts
+    else:
+        one = nccl + 2 * (m.ranks - 1) / m.ranks * message / machine.link
+    return (2 * m.layers + 1) * one + nccl
 
 
 def mean_accepted(chance: float, M: int) -> float:
@@ -147,18 +185,25 @@ def acceptance_curve(text: str, M: int) -> list[float]:
 
 
 def measured_curve(text: str) -> list[float]:
-    name, _, rule = text.rpartition(":")
     try:
-        lines = Path(name).read_text(encoding="utf-8").splitlines()
-        curve = [float(x) for x in json.loads(lines[-1])["rules"][rule]["mean_accepted"]]
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        lines = Path(next(name for name, _ in splits(text) if Path(name).is_file())).read_text(encoding="utf-8").splitlines()
+        rules = json.loads(lines[-1])["rules"]
+        curve = [float(x) for x in next(rules[rule] for _, rule in splits(text) if rule in rules)["mean_accepted"]]
+        steps = [b - a for a, b in zip([0.0, *curve], curve, strict=False)]
+        last = steps[-1]
+        chance = min(1.0, last / steps[-2]) if len(steps) > 1 and steps[-2] > 0 else 0.0
+    except (OSError, ValueError, KeyError, IndexError, TypeError, StopIteration):
         raise UserError(f"--acceptance is {text!r}; give m* as a number, or FILE:RULE with what accept.py --json printed") from None
-    steps = [b - a for a, b in zip([0.0, *curve], curve)]
     while len(curve) < LONGEST_BLOCK:
-        chance = steps[-1] / steps[-2] if len(steps) > 1 and steps[-2] > 0 else 0.0
-        steps.append(steps[-1] * min(1.0, chance))
-        curve.append(curve[-1] + steps[-1])
+        last *= chance
+        curve.append(curve[-1] + last)
     return curve
+
+
+def splits(text: str) -> list[tuple[str, str]]:
+    """``FILE:RULE`` at each of its colons: a rule may hold one too."""
+    parts = text.split(":")
+    return [(":".join(parts[:i]), ":".join(parts[i:])) for i in range(1, len(parts))]
 
 
 class Forecast(NamedTuple):
@@ -190,51 +235,70 @@ class Forecast(NamedTuple):
 
 def forecast(target: Model, draft: Model | None, machine: Machine, M: int, accepted: float, context: int) -> Forecast:
     """A round of M drafted tokens of which ``accepted`` are taken; without a draft, M and that are 0."""
-    bound = (target.bytes + context * target.kv_bytes) / machine.bandwidth
+    bound = (target.bytes + context * target.position_bytes) / machine.bandwidth
     if draft is not None:
-        bound += M * (draft.bytes + context * draft.kv_bytes) / machine.bandwidth
+        bound += M * (draft.bytes + context * draft.position_bytes) / machine.bandwidth
+    other = KERNELS_A_ROUND * machine.kernel_us * 1e-3 if M else 0.0
+    if target.ranks > 1:
+        other += COLLECTIVE_US["nccl"] * 1e-3  # rank 0's word
     return Forecast(
         M, pass_terms(draft, machine, 1, context) if draft is not None else {}, pass_terms(target, machine, M + 1, context),
-        KERNELS_A_ROUND * machine.kernel_us * 1e-3 if M else 0.0, 1 + accepted, 1e3 * bound,
+        other, 1 + accepted, 1e3 * bound,
     )  # fmt: skip
 
 
-def calibrated(machine: Machine, path: Path) -> Machine:
+def calibrated(machine: Machine, path: Path, forms: set[str]) -> Machine:
     """The machine with seconds for each byte as benchmark.py measured them.
 
     Two models at one token tell what a layer costs beside its bytes; with one model that stays as it was.
 
+    Args:
+        forms: of the weights to forecast.
+
     Raises:
-        UserError: the file holds no benchmark.
+        UserError: the file holds no benchmark, or one of another kind of device or form of weights.
     """
     try:
-        passes = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["passes"]
-        points = [(int(p["rows"]), p["ms"] / 1e3, int(p["bytes"]), int(p["layers"])) for p in passes]
+        said = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+        points = [(int(p["rows"]), p["ms"] / 1e3, float(p["read_bytes"]), int(p["layers"])) for p in said["passes"]]
+        form = said["dtype"] if said["quantize"] == "none" else said["quantize"]
+        on_cpu, bandwidth = said["machine"]["device"] == "cpu", 1e9 * float(said["machine"]["read_gb_s"])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         raise UserError(f"--calibrate {path} doesn't end in what benchmark.py --json printed") from None
-    single = sorted((p for p in points if p[0] == 1), key=lambda p: p[2])
+    if not points or min(p[2] for p in points) <= 0:
+        raise UserError(f"--calibrate {path} holds no pass that read anything")
+    if on_cpu != machine.cpu:
+        raise UserError(f"--calibrate {path} was measured on {said['machine']['device']}, not on --gpu {machine.name}")
+    if forms != {form}:
+        raise UserError(f"--calibrate {path} was measured with weights in {form}; the forecast is for {', '.join(sorted(forms))}")
+    timed = [(rows, seconds, size, KERNELS_A_LAYER * layers + KERNELS_A_PASS) for rows, seconds, size, layers in points]
+    single = sorted((p for p in timed if p[0] == 1), key=lambda p: p[2])
     if len(single) > 1:
-        (_, t1, b1, l1), (_, t2, b2, l2) = single[0], single[-1]
-        determinant = b1 * l2 - b2 * l1
-        layer = (b1 * t2 - b2 * t1) / determinant if determinant else 0.0
-        machine = replace(machine, kernel_us=max(0.0, layer * 1e6 / KERNELS_A_LAYER))
+        (_, t1, b1, k1), (_, t2, b2, k2) = single[0], single[-1]
+        determinant = b1 * k2 - b2 * k1
+        if abs(determinant) > 1e-3 * b1 * k2:
+            machine = replace(machine, kernel_us=max(0.0, 1e6 * (b1 * t2 - b2 * t1) / determinant))
     measured: dict[int, list[float]] = {}
-    for rows, seconds, size, layers in points:
-        overhead = (KERNELS_A_LAYER * layers + KERNELS_A_PASS) * machine.kernel_us * 1e-6
-        measured.setdefault(rows, []).append(max(0.0, seconds - overhead) / size)
-    return replace(machine, measured={rows: sum(found) / len(found) for rows, found in measured.items()})
+    for rows, seconds, size, kernels in timed:
+        measured.setdefault(rows, []).append(max(0.0, seconds - kernels * machine.kernel_us * 1e-6) / size)
+    return replace(machine, bandwidth=bandwidth, measured={rows: sum(found) / len(found) for rows, found in measured.items()})
 
 
 # who says so, target, its bits, GPU, ranks, tokens/s; 8B: Llama-3.1
 PUBLISHED = [
     ("gpt-fast README", "llama-3.1-8b", "none", "a100", 1, 94.0), ("gpt-fast README", "llama-3.1-8b", "int8", "a100", 1, 138.0),
-    ("gpt-fast README", "llama-3.1-8b", "none", "a100", 8, 276.0), ("gpt-fast README", "llama-3.1-70b", "none", "a100", 4, 37.0),
+    ("gpt-fast README", "llama-3.1-8b", "none", "a100", 8, 276.0), ("gpt-fast README", "llama-3.1-70b", "none", "a100", 2, 16.0),
+    ("gpt-fast README", "llama-3.1-70b", "none", "a100", 4, 37.0),
     ("gpt-fast README", "llama-3.1-70b", "none", "a100", 8, 59.0), ("gpt-fast README", "llama-3.1-70b", "int8", "a100", 8, 76.0),
     ("gpt-fast README", "llama-3.1-405b", "int8", "a100", 8, 15.6), ("gpt-fast PR 158", "llama-3.1-8b", "none", "h100", 1, 165.0),
     ("SGLang docs", "llama-3.1-8b", "none", "h100", 1, 158.0), ("NVIDIA NIM docs, fp8", "llama-3.1-70b", "int8", "h100", 2, 52.0),
     ("NVIDIA blog, fp8", "llama-3.1-405b", "int8", "h200", 4, 33.5),
     ("Judge Decoding, plain", "llama-3.1-405b", "int8", "h100", 8, 33.0),
 ]  # fmt: skip
+
+
+# the paper's judge, drafted by 8B; the 70B's m* isn't published and is a guess
+JUDGED = [("llama-3.1-405b", 8, 19.7, 129.0), ("llama-3.1-70b", 2, 18.0, 141.0)]
 
 
 def check_published() -> dict[str, Any]:
@@ -248,12 +312,12 @@ def check_published() -> dict[str, Any]:
                      "forecast": found})  # fmt: skip
         print(f"| {source} | {name} | {'bf16' if kept == 'none' else kept} | {ranks} × {gpu} | {measured:g} | {found:.1f} | "
               f"{found / measured:.2f} |", file=sys.stderr)  # fmt: skip
-    # the paper's round: 20.7 tokens at 129 tokens/s
-    models = [model_of(shape(name), 8, "int8") for name in ("llama-3.1-405b", "llama-3.1-8b")]
-    judged = forecast(models[0], models[1], GPUS["h100"], 25, 19.7, 1024)
-    rows.append({"source": "Judge Decoding", "measured": 129.0, "forecast": judged.tokens_per_s})
-    print(f"| Judge Decoding, 8B → 405B, m* 19.7 | llama-3.1-405b | int8 | 8 × h100 | 129 | {judged.tokens_per_s:.1f} | "
-          f"{judged.tokens_per_s / 129:.2f} |", file=sys.stderr)  # fmt: skip
+    for name, ranks, accepted, measured in JUDGED:
+        target, draft = (model_of(shape(model), ranks, "int8") for model in (name, "llama-3.1-8b"))
+        found = forecast(target, draft, GPUS["h100"], 25, accepted, 1024).tokens_per_s
+        rows.append({"source": "Judge Decoding", "model": name, "ranks": ranks, "measured": measured, "forecast": found})
+        print(f"| Judge Decoding, 8B, m* {accepted:g} | {name} | int8 | {ranks} × h100 | {measured:g} | {found:.1f} | "
+              f"{found / measured:.2f} |", file=sys.stderr)  # fmt: skip
     return {"published": rows}
 
 
@@ -331,8 +395,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be above 0")
     if args.efficiency is not None and args.efficiency > 1:
         raise UserError(f"--efficiency is {args.efficiency:g}; it must be at most 1")
-    if args.draft is None and (args.acceptance is not None or args.search):
-        raise UserError(f"{'--search' if args.search else '--acceptance ' + args.acceptance} needs a --draft")
+    without = {
+        "--search": args.search,
+        "--acceptance": args.acceptance,
+        "--draft-quantize": args.draft_quantize,
+        "--draft-tp": args.draft_tp,
+    }
+    given = [name for name, value in without.items() if value]
+    if args.draft is None and given:
+        raise UserError(f"{given[0]} needs a --draft")
+    measured = [name for name in ("efficiency", "kernel_us", "gflops", "bandwidth") if getattr(args, name) is not None]
+    if args.calibrate is not None and measured:
+        raise UserError(f"--{measured[0].replace('_', '-')} has no meaning with --calibrate, which measured it")
     return args
 
 
@@ -341,22 +415,15 @@ def machine_of(args: argparse.Namespace) -> Machine:
     if args.gpu == "cpu":
         if args.calibrate is None and (args.bandwidth is None or args.gflops is None):
             raise UserError("--gpu cpu needs its --bandwidth and --gflops, or --calibrate with what benchmark.py measured")
-        machine = Machine("cpu", 1e9 * (args.bandwidth or 30.0), 1e9 * (args.gflops or 100.0), kernel_us=10.0, cpu=True)
+        if args.nproc > 1:
+            raise UserError(f"--nproc {args.nproc} has no meaning with --gpu cpu: there is no model of sums between CPUs")
+        machine = Machine("cpu", 1.0, 1.0, kernel_us=10.0, cpu=True)
     else:
         machine = GPUS[args.gpu]
-    changes: dict[str, float] = {}
-    if args.bandwidth is not None:
-        changes["bandwidth"] = 1e9 * args.bandwidth
-    if args.gflops is not None:
-        changes["flops"] = 1e9 * args.gflops
-    if args.efficiency is not None:
-        changes["efficiency"] = args.efficiency
-    if args.kernel_us is not None:
-        changes["kernel_us"] = args.kernel_us
-    if args.collective is not None:
-        changes["collective_us"] = COLLECTIVE_US[args.collective]
-    machine = replace(machine, **changes)
-    return machine if args.calibrate is None else calibrated(machine, args.calibrate)
+    changes: dict[str, Any] = {"efficiency": args.efficiency, "kernel_us": args.kernel_us, "collective": args.collective}
+    changes["bandwidth"] = None if args.bandwidth is None else 1e9 * args.bandwidth
+    changes["flops"] = None if args.gflops is None else 1e9 * args.gflops
+    return replace(machine, **{name: value for name, value in changes.items() if value is not None})
 
 
 def split_draft(text: str) -> tuple[str, str | None]:
@@ -367,22 +434,26 @@ def split_draft(text: str) -> tuple[str, str | None]:
 
 def forecasts(args: argparse.Namespace, machine: Machine) -> list[tuple[str, Forecast]]:
     """A forecast for each draft, or the one of plain decoding. Raises UserError."""
-    target = model_of(find_shape(args.target)[0], args.nproc, args.quantize)
-    if args.draft is None:
+    target = find_model(args.target, args.nproc, args.quantize, args.context)
+    drafts: dict[str, tuple[str | None, list[Model]]] = {}
+    for text in args.draft or []:
+        name, own = split_draft(text)
+        sharing = {1 if args.draft_tp == 1 else args.nproc} | ({1} if args.search else set())
+        kept = args.draft_quantize or args.quantize
+        drafts[name] = own or args.acceptance, [find_model(name, ranks, kept, args.context) for ranks in sharing]
+    if args.calibrate is not None:
+        machine = calibrated(machine, args.calibrate, {m.form for m in (target, *(m for _, ms in drafts.values() for m in ms))})
+    if not drafts:
         return [("no draft", forecast(target, None, machine, 0, 0.0, args.context))]
     found = []
-    for text in args.draft:
-        name, own = split_draft(text)
-        accepted = own or args.acceptance
+    for name, (accepted, models) in drafts.items():
         if accepted is None:
             raise UserError(f"--draft {name} needs its m*: give --acceptance M*, or --draft {name}=M*")
-        sharing = {1 if args.draft_tp == 1 else args.nproc} | ({1} if args.search else set())
-        drafts = {ranks: model_of(find_shape(name)[0], ranks, args.draft_quantize or args.quantize) for ranks in sharing}
         curve = acceptance_curve(accepted, args.draft_len)
         lengths = range(1, LONGEST_BLOCK + 1) if args.search else [args.draft_len]
         every = [
-            (f"{name} on {ranks}" if ranks > 1 else name, forecast(target, draft, machine, M, curve[M - 1], args.context))
-            for ranks, draft in drafts.items()
+            (f"{name} on {m.ranks}" if m.ranks > 1 else name, forecast(target, m, machine, M, curve[M - 1], args.context))
+            for m in models
             for M in lengths
         ]
         found.append(max(every, key=lambda pair: pair[1].tokens_per_s))
@@ -392,6 +463,8 @@ def forecasts(args: argparse.Namespace, machine: Machine) -> list[tuple[str, For
 def main() -> None:
     args = parse_args()
     if args.check:
+        if len(sys.argv) > 2 + args.json:
+            raise UserError("--check takes no other options: its forecasts are all by the same assumptions")
         said: dict[str, Any] = check_published()
     else:
         machine = machine_of(args)

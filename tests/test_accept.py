@@ -123,7 +123,15 @@ def test_labels_of_curves_keep_apart():
 def test_a_picture_is_asked_for_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(Exception, match="requirements-plot.txt"):
-        plots.trade_off_figure(tmp_path / "p.png", {"judge": [plots.Point("0.5", 1.0, 0.9, 0.8, 0.95)]}, "x", "y")
+        plots.check_plot(tmp_path / "p.png")
+    plots.check_plot(None)
+
+
+def test_a_pictures_name_says_its_kind(tmp_path):
+    plots.check_plot(tmp_path / "p.SVG")
+    for name in ("p.foo", "p"):
+        with pytest.raises(Exception, match="ends in one of .*[.]png"):
+            plots.check_plot(tmp_path / name)
 
 
 def test_generate_writes_a_page(tmp_path):

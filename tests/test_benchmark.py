@@ -44,7 +44,7 @@ def test_a_given_acceptance_is_replayed(capsys, monkeypatch, accepted):
 
 
 def test_every_figure_is_there_and_the_parts_make_the_round(capsys, monkeypatch):
-    said = run(capsys, monkeypatch, f"{RANDOM} --rules plain,standard@3,judge@auto --acceptance 2")
+    said = run(capsys, monkeypatch, f"{RANDOM} --rules plain,standard@3,judge@auto")
     assert list(said["settings"]) == ["plain", "standard@3", "judge@auto"]
     for name, row in said["settings"].items():
         assert (row["draft_step_ms"] is None) == (name == "plain")
@@ -61,7 +61,7 @@ def test_the_roofline_is_calibrated_by_it(capsys, monkeypatch, tmp_path):
     said = run(capsys, monkeypatch, f"{RANDOM} --rules plain,standard@5 --acceptance 3")
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(said))
-    machine = roofline.calibrated(roofline.Machine("cpu", 3e10, 1e11, cpu=True), file)
+    machine = roofline.calibrated(roofline.Machine("cpu", 3e10, 1e11, cpu=True), file, {"float32"})
     assert set(machine.measured) == {1, 6}
 
 
@@ -91,10 +91,23 @@ def test_rooms_are_settings_of_their_own(capsys, monkeypatch):
 
 def test_a_checkpoints_text_ends_at_its_stop_token():
     engine = benchmark.Engine(tiny(), max_len=100)
-    whole = [token for now in benchmark.take(engine, [1, 2, 3], 50, ()).rounds for token in now.tokens]
+    whole = [token for now in benchmark.take(engine, [1, 2, 3], 50, frozenset()).rounds for token in now.tokens]
     assert len(whole) == 50
-    short = [token for now in benchmark.take(engine, [1, 2, 3], 50, (whole[10],)).rounds for token in now.tokens]
-    assert short == whole[: whole.index(whole[10]) + 1]
+    sample = benchmark.take(engine, [1, 2, 3], 50, frozenset({whole[10]}))
+    assert [token for now in sample.rounds for token in now.tokens] == whole[: whole.index(whole[10]) + 1]
+    assert sample.tokens == whole.index(whole[10])
+
+
+@pytest.mark.parametrize("new_tokens", [7, 12, 13])
+def test_tokens_behind_the_end_are_not_counted(new_tokens):
+    target = tiny()
+    engine = benchmark.Engine(target, target, draft_len=5, max_len=100)  # accepts all: blocks of 6
+    sample = benchmark.take(engine, [1, 2, 3], new_tokens, frozenset())
+    assert sample.tokens == new_tokens and len(sample.rounds) == -(-new_tokens // 6)
+    assert sample.accepted == new_tokens - new_tokens // 6
+    weights, each = target.weight_bytes(), target.position_bytes()
+    expected = sum(6 * (weights + (3 + 6 * i) * each) for i in range(len(sample.rounds)))
+    assert sample.read_bytes == expected
 
 
 @pytest.mark.parametrize("command, said", [
@@ -110,6 +123,13 @@ def test_a_checkpoints_text_ends_at_its_stop_token():
     (RANDOM + " --rules draft", "give it as --target"),
     (RANDOM + " --room 20", "--room is 20"),
     ("--repeat 0", "--repeat is 0"),
+    (RANDOM + " --acceptance nan", "--acceptance is nan"),
+    (RANDOM + " --acceptance 6 --rules judge@5", "--acceptance is 6; judge@5 drafts 5 tokens"),
+    (RANDOM + " --acceptance 6 --rules plain", "no meaning for plain"),
+    (RANDOM + " --acceptance 6 --rules judge@auto", "whose length would follow"),
+    (RANDOM + " --rules plain,plain", "'plain' twice"),
+    (RANDOM + " --data nowhere", "takes the place"),
+    ("--target demo/target --judge demo/judge.pt", "needs a --draft"),
 ])  # fmt: skip
 def test_mistakes_are_told(capsys, monkeypatch, command, said):
     with pytest.raises(UserError, match=said):
