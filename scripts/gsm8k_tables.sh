@@ -4,6 +4,7 @@
 # Everything is kept in a folder, and a run that was interrupted goes on where it stopped. Two processes of one thread each.
 #   TARGET=… DRAFT=… scripts/gsm8k_tables.sh TRAIN.jsonl TEST.jsonl HUMANEVAL.jsonl [PROBLEMS (200)] [QUESTIONS (300)] [FOLDER]
 set -euo pipefail
+set -m # a job in the background is a process group: its end, should this script end early, is that of all it started
 train=$(realpath "$1") test=$(realpath "$2") humaneval=$(realpath "$3")
 problems=${4:-200} questions=${5:-300}
 cd "$(dirname "$0")/.."
@@ -42,7 +43,8 @@ second() { # the judge elsewhere, beside the test problems
 }
 
 first &
-trap 'kill $! 2>/dev/null || true' EXIT
+trap 'kill -- -$! 2>/dev/null || true' EXIT
+trap 'exit 130' INT TERM
 label mine mine --limit "$questions"
 label likelihood likelihood --limit $((questions / 2))
 heads=()
