@@ -221,7 +221,7 @@ class Replayed(Launcher):
 def test_rounds_launched_ahead_are_the_same_rounds(ahead, capture, M, verify, temperature):
     target, draft = tiny(), tiny(seed=0, num_hidden_layers=2)
     target.fuse_judge(torch.randn(48), 0.0, "post_norm")
-    options = {"draft_len": M, "verify": verify, "sampling": Sampling(temperature), "max_len": 200}
+    options = {"draft_len": M, "verify": verify, "sampling": Sampling(temperature), "max_len": 150}
     engine = Engine(target, draft if M else None, **options)
     ahead_engine = Engine(target, draft if M else None, **options, run_ahead=ahead)
     if capture:

@@ -138,9 +138,15 @@ for layer in (Linear(512, 2100, bias=False).requires_grad_(False), Linear(512, 2
     subprocess.run([sys.executable, "-c", program], check=True, env=env)
 
 
-@needs_compiler
-def test_it_is_compiled_once_into_the_users_cache(tmp_path, monkeypatch):
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """An empty cache, and compilations that take a second."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", ("-O0", "-fno-inline", "-march=native", "-std=c++17", "-fPIC", "-fopenmp"))
+
+
+@needs_compiler
+def test_it_is_compiled_once_into_the_users_cache(tmp_path, monkeypatch, quick):
     assert native.library.__wrapped__() is not None
     (file,) = (tmp_path / "judge-decoding").iterdir()
     before = file.stat().st_mtime_ns
@@ -161,10 +167,9 @@ def test_it_is_compiled_once_into_the_users_cache(tmp_path, monkeypatch):
     ({"CXX": "{file}"}, "Exec format"),
     ({"CXX": "g++ --no-such-option"}, "no-such-option"),
 ])  # fmt: skip
-def test_where_it_cannot_be_compiled_it_says_why(tmp_path, monkeypatch, capsys, changes, said):
+def test_where_it_cannot_be_compiled_it_says_why(tmp_path, monkeypatch, capsys, quick, changes, said):
     (tmp_path / "file").write_bytes(b"\0")
     (tmp_path / "file").chmod(0o755)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in changes.items():
         monkeypatch.setenv(name, value.format(file=tmp_path / "file"))
     assert native.library.__wrapped__() is None
@@ -173,9 +178,8 @@ def test_where_it_cannot_be_compiled_it_says_why(tmp_path, monkeypatch, capsys, 
 
 
 @needs_compiler
-def test_options_of_the_compiler_and_another_users_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", "g++ -O2")
+def test_options_of_the_compiler_and_another_users_folder(monkeypatch, quick):
+    monkeypatch.setenv("CXX", "g++ -DUNUSED")
     assert native.library.__wrapped__() is not None
     monkeypatch.setattr("os.getuid", lambda: 12345)
     assert native.library.__wrapped__() is None
