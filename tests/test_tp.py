@@ -135,6 +135,15 @@ def test_ranks_decode_the_same_in_four_bits(folders):
         torch.testing.assert_close(torch.tensor(now["logits"]), torch.tensor(own["logits"]), atol=1e-4, rtol=1e-4)
 
 
+def own_heads(whole, config, rank, size):
+    """What a rank needs of the fused q, k and v: its query heads, and the key and value heads that those look at."""
+    heads = whole.unflatten(0, (-1, config.head_dim))
+    queries = range(config.n_heads)[rank * config.n_heads // size : (rank + 1) * config.n_heads // size]
+    keys = sorted({h * config.n_kv_heads // config.n_heads for h in queries})
+    H, K = config.n_heads, config.n_kv_heads
+    return torch.cat([heads[i] for i in (*queries, *(H + k for k in keys), *(H + K + k for k in keys))])
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_rank_reads_its_part_of_every_weight(folders, size):
     for name in (*MODELS, "llama3-int8"):
@@ -152,6 +161,14 @@ def test_a_rank_reads_its_part_of_every_weight(folders, size):
                 assert torch.equal(sum(parts), whole)
             elif weight.endswith("norm.weight"):
                 assert all(torch.equal(part, whole) for part in parts)
+            elif weight.split(".")[-2] == "wqkv":
+                assert all(torch.equal(part, own_heads(whole, config, rank, size)) for rank, part in enumerate(parts)), weight
+            elif weight.split(".")[-2] == "w13":
+                gates, ups = whole.chunk(2)
+                for part, gate, up in zip(parts, gates.chunk(size), ups.chunk(size), strict=True):
+                    assert torch.equal(part, torch.cat((gate, up)))
+            else:
+                raise AssertionError(f"no test knows {weight}")
         model = checkpoint.load_model(folders / name, torch.float32, ranks=Ranks(1, size))
         assert model.layers[0].wo.weight.shape[1] * size == source.shapes["layers.0.wo.weight"][1]
 
