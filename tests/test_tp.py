@@ -159,7 +159,7 @@ def test_a_rank_reads_its_part_of_every_weight(folders, size):
                 assert torch.equal(torch.cat(parts), whole)
             elif weight.endswith("wo.bias"):
                 assert torch.equal(sum(parts), whole)
-            elif weight.endswith("norm.weight"):
+            elif weight.endswith(("norm.weight", "w2.scale", "wo.scale")):
                 assert all(torch.equal(part, whole) for part in parts)
             elif weight.split(".")[-2] == "wqkv":
                 assert all(torch.equal(part, own_heads(whole, config, rank, size)) for rank, part in enumerate(parts)), weight
