@@ -342,8 +342,8 @@ def parse_args() -> argparse.Namespace:
         auto.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
         auto.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="default: bfloat16")
         auto.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    auto.add_argument("--threshold", type=float, default=2.0, metavar="X",
-                      help="likelihood that may be lost, in nats, over the token and what follows (default: 2)")  # fmt: skip
+    auto.add_argument("--threshold", type=float, default=18.0, metavar="X",
+                      help="likelihood that may be lost, in nats, over the token and what follows (default: 18)")  # fmt: skip
     auto.add_argument("--window", type=int, default=20, metavar="N", help="tokens that follow (default: 20)")
     auto.add_argument("--given", action="store_true", help="label the data's own answers, not the target's")
     for method in methods.choices.values():
