@@ -192,9 +192,7 @@ def load_model(
     with together():
         config = load_config(folder)
         source = open_source(folder, config)
-        if quantization != "none" and source.quantization not in ("none", quantization):
-            raise UserError(f"{folder} is {source.quantization} already; it can't be quantized to {quantization}")
-        kept = source.quantization if quantization == "none" else quantization
+        kept = form_of(folder, source.quantization, quantization)
         with torch.device("meta"):
             model = Transformer(config, ranks, kept)
     found: dict[str, Tensor] = {}
@@ -218,6 +216,17 @@ def load_model(
     if model.norm.weight.device.type == "cpu":
         choose(dtype, kept)
     return model.requires_grad_(False).eval()
+
+
+def form_of(folder: Path, quantization: str, wanted: str) -> str:
+    """How the weights of a checkpoint that has one quantization are kept where another, or none, is asked for.
+
+    Raises:
+        UserError: it has one already, and not this.
+    """
+    if "none" not in (quantization, wanted) and quantization != wanted:
+        raise UserError(f"{folder} is {quantization} already; it can't be quantized to {wanted}")
+    return wanted if quantization == "none" else quantization
 
 
 def is_quantized(name: str) -> bool:

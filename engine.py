@@ -179,7 +179,7 @@ class Engine:
 
     def _bucket(self, length: int) -> int:
         """Positions of the caches to read where ``length`` are in use: 128, 256, 512, ..., or all there are."""
-        return min(max(FIRST_BUCKET, 1 << max(0, length - 1).bit_length()), self.length)
+        return min(bucket_of(length), self.length)
 
     @torch.inference_mode()
     def warm_up(self, first: int = 1, last: int = 1) -> float:
@@ -407,6 +407,11 @@ class Engine:
             if len(ids) == max_new_tokens:
                 break
         return ids
+
+
+def bucket_of(length: int) -> int:
+    """Positions of a cache that are read where so many are in use."""
+    return max(FIRST_BUCKET, 1 << max(0, length - 1).bit_length())
 
 
 def cache_length(max_len: int, draft_len: int, run_ahead: int) -> int:

@@ -46,17 +46,19 @@ class Pace:
         return max(self.round_ms, key=lambda M: self.expected(M) / self.round_ms[M])
 
 
+def between(points: Mapping[int, float], x: int) -> float:
+    """A value at x on the lines through points; beyond the last two, along their line; before the first, the first's."""
+    known = sorted(points)
+    if x <= known[0] or len(known) == 1:
+        return points[known[0]]
+    above = next((i for i, k in enumerate(known) if k >= x), len(known) - 1)
+    a, b = known[above - 1], known[above]
+    return points[a] + (points[b] - points[a]) * (x - a) / (b - a)
+
+
 def round_costs(draft_ms: float, rest_ms: Mapping[int, float], lengths: Sequence[int]) -> dict[int, float]:
     """Milliseconds of a round by M, from a draft step's and from all the rest of rounds of some lengths.
 
     Between two lengths that were measured the rest is taken to lie on the line between them.
     """
-    known = sorted(rest_ms)
-
-    def rest(M: int) -> float:
-        above = next((k for k in known if k >= M), known[-1])
-        below = next((k for k in reversed(known) if k <= M), known[0])
-        share = (M - below) / (above - below) if above > below else 0.0
-        return rest_ms[below] + share * (rest_ms[above] - rest_ms[below])
-
-    return {M: M * draft_ms + rest(M) for M in lengths}
+    return {M: M * draft_ms + between(rest_ms, M) for M in lengths}

@@ -269,9 +269,9 @@ def main() -> None:
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")
     args = p.parse_args()
     args.dtype = args.dtype or ("float32" if args.target == str(DEMO / "target") else "bfloat16")
-    for name, least in (("limit", 1), ("repeat", 1), ("new_tokens", 1), ("draft_len", 1)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {least}")
+    for name in ("limit", "repeat", "new_tokens", "draft_len"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     for name in ("gguf", "draft_gguf"):
         path = getattr(args, name)
         if path is not None and not path.is_file():

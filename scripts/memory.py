@@ -83,11 +83,11 @@ def plan(args) -> dict[str, int]:
     length = cache_length(context, M, 1)
     rows = {}
     for who, (config, folder) in found.items():
-        kept = checkpoint.open_source(folder, config).quantization if folder is not None else "none"
-        if "none" not in (kept, args.quantize) and kept != args.quantize:
-            raise UserError(f"{folder} is {kept} already; it can't be quantized to {args.quantize}")
+        kept = args.quantize
+        if folder is not None:
+            kept = checkpoint.form_of(folder, checkpoint.open_source(folder, config).quantization, kept)
         mine = ranks if who == "target" or args.draft_tp != 1 else Ranks()
-        p = part(config, mine, args.quantize if kept == "none" else kept, dtype, length, M + 1, who == "target" and M > 0)
+        p = part(config, mine, kept, dtype, length, M + 1, who == "target" and M > 0)
         rows |= {f"{who}: weights": p.weights, f"{who}: KV cache": p.cache}
         rows["working memory (estimate)"] = max(rows.get("working memory (estimate)", 0), p.working)
         if who == "target":

@@ -29,10 +29,11 @@ import torch
 from shapes import find_shape, shape, unloaded_model
 
 import checkpoint
-from engine import FIRST_BUCKET
+from engine import bucket_of
 from errors import Parser, UserError, run_cli
 from linear import MODES
 from model import Config
+from pace import between
 from tp import SMALL_BYTES, Ranks
 
 KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = 10, 8, 40
@@ -95,27 +96,11 @@ def model_of(config: Config, ranks: int, quantization: str) -> Model:
 def find_model(name: str, ranks: int, quantize: str, context: int) -> Model:
     """A shape's or a checkpoint's. Raises UserError for what it can't be: quantized twice, shorter than the context."""
     config, folder = find_shape(name)
-    kept = checkpoint.open_source(folder, config).quantization if folder is not None else "none"
-    if "none" not in (kept, quantize) and kept != quantize:
-        raise UserError(f"{name} is {kept} already; it can't be quantized to {quantize}")
+    if folder is not None:
+        quantize = checkpoint.form_of(folder, checkpoint.open_source(folder, config).quantization, quantize)
     if context > config.max_seq_len:
         raise UserError(f"--context is {context}; {name} has room for {config.max_seq_len}")
-    return model_of(config, ranks, quantize if kept == "none" else kept)
-
-
-def between(points: dict[int, float], x: int) -> float:
-    """A value at x on the lines through points; beyond the last two, along their line; before the first, the first's."""
-    known = sorted(points)
-    if x <= known[0] or len(known) == 1:
-        return points[known[0]]
-    above = next((i for i, k in enumerate(known) if k >= x), len(known) - 1)
-    a, b = known[above - 1], known[above]
-    return points[a] + (points[b] - points[a]) * (x - a) / (b - a)
-
-
-def bucket_of(length: int) -> int:
-    """Positions that attention reads where so many are in use."""
-    return max(FIRST_BUCKET, 1 << max(0, length - 1).bit_length())
+    return model_of(config, ranks, quantize)
 
 
 def pass_terms(m: Model, machine: Machine, T: int, context: int) -> dict[str, float]:
