@@ -53,6 +53,23 @@ def test_speeds_are_those_of_the_long_run(monkeypatch, block):
         assert rows["ours: plain"]["tokens_per_s"][0] == pytest.approx(100 * block, rel=0.15 if n == 130 else 0.08)
 
 
+def test_who_was_held_up_in_every_text_has_no_speed_and_costs_nobody_theirs(monkeypatch):
+    clock = [0.0]
+
+    def peer(name, seconds):
+        def complete(prompt, n):
+            clock[0] += seconds(n)
+            return [0] * n
+
+        return compare_peers.Peer(name, complete)
+
+    monkeypatch.setattr(compare_peers.time, "perf_counter", lambda: clock[0])
+    peers = [peer("ours: plain", lambda n: n), peer("other", lambda n: 100 - n)]
+    rows = compare_peers.measure(peers, [[1]], 2, 10)
+    assert rows["ours: plain"]["tokens_per_s"][0] == 1 and rows["other"]["tokens_per_s"] is None
+    assert "| other | nan" in compare_peers.table(rows)
+
+
 def test_the_static_cache_is_transformers_own_text(tmp_path):
     """Compiled, with one cache for all texts: the same tokens as plain decoding."""
     import transformers
