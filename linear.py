@@ -11,8 +11,8 @@ int4  groups of 32 or 128 inputs with a step and a zero of their own, in bfloat1
 from __future__ import annotations
 
 import functools
-import math
 import time
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from tp import told
 JUDGE_ROWS = 8  # rows added to the output projection for the one judge row: eight keep the product aligned
 MODES = ("int8", "int4-g32", "int4-g128")
 QUANTIZED = ("wqkv", "wo", "w13", "w2", "output")  # the layers that are quantized; embeddings, norms and biases never are
+Product = Callable[..., Tensor]
 SMALL = 1 << 18  # bytes of a weight: below, PyTorch multiplies it, since calling our loops would cost as much as they gain
 FEW = 3  # rows for which products are bound by reading the weight
 BFLOAT16_PRODUCTS = bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -88,15 +89,22 @@ def choose(x_dtype: torch.dtype, quantization: str) -> None:
 
 
 def _is_faster(x: Tensor, weight: Tensor, scale: Tensor | None) -> bool:
-    """Whether our product takes at most 4/3 of PyTorch's time: the best of five of each, in turn, the weight not in a cache."""
-    others, best = torch.empty(1 << 26, dtype=torch.int8), [math.inf, math.inf]
-    for _ in range(5):
-        for i, way in enumerate((native.few_rows, torch_linear)):
-            others.fill_(0)  # drives the weight out of the caches, as other layers would
+    """Whether our product takes at most 4/3 of PyTorch's time: the best of five of each."""
+    ours, theirs = cold_seconds((native.few_rows, torch_linear), (x, weight, scale, None), 5)
+    return min(ours) < 4 / 3 * min(theirs)
+
+
+def cold_seconds(ways: Sequence[Product], args: tuple[Tensor | None, ...], repeat: int) -> list[list[float]]:
+    """Seconds of each way to a product, in turn, the weight driven out of the caches before each, as other layers would."""
+    others = torch.empty(1 << 26, dtype=torch.int8)
+    times: list[list[float]] = [[] for _ in ways]
+    for _ in range(repeat):
+        for way, found in zip(ways, times):
+            others.fill_(0)
             start = time.perf_counter()
-            way(x, weight, scale, None)
-            best[i] = min(best[i], time.perf_counter() - start)
-    return best[0] < 4 / 3 * best[1]
+            way(*args)
+            found.append(time.perf_counter() - start)
+    return times
 
 
 def _on_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

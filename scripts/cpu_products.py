@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +17,16 @@ import torch
 from benchmark import measure_bandwidth
 from kernel_report import products
 from shapes import ROWS, shape
-from torch import Tensor
 
 import native
 from errors import Parser, UserError, run_cli
-from linear import torch_linear
+from linear import cold_seconds, torch_linear
 
 FORMS = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
     "int8": (torch.bfloat16, torch.int8),
     "float32": (torch.float32, torch.float32),
 }
-Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-
-
-def timed(ways: dict[str, Product], args: tuple[Any, ...], repeat: int) -> dict[str, float]:
-    """Median seconds of each way, taken in turn."""
-    others = torch.zeros(1 << 26, dtype=torch.int8)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(repeat + 1):
-        for name, way in ways.items():
-            others.add_(1)  # drives the weight out of the caches
-            start = time.perf_counter()
-            way(*args)
-            if i:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def measure(name: str, form: str, rows: list[int], repeat: int) -> list[dict[str, Any]]:
@@ -58,7 +40,8 @@ def measure(name: str, form: str, rows: list[int], repeat: int) -> list[dict[str
         scale = torch.rand(N) / 127 if w_dtype == torch.int8 else None
         for T in rows:
             x = torch.randn(T, K).to(x_dtype)
-            times = timed({"ours": native.few_rows, "pytorch": torch_linear}, (x, weight, scale, None), repeat)
+            ours, theirs = cold_seconds((native.few_rows, torch_linear), (x, weight, scale, None), repeat + 1)
+            times = {"ours": statistics.median(ours[1:]), "pytorch": statistics.median(theirs[1:])}  # the first warms up
             found.append({"product": product, "N": N, "K": K, "form": form, "rows": T, **times, "bytes": weight.nbytes})
     return found
 
