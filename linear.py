@@ -68,9 +68,12 @@ _native: dict[tuple[torch.dtype, torch.dtype, bool], bool] = {}  # whether our l
 def _on_cpu(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
     """The product by our own loops or by PyTorch's."""
     ours = _native.get((x.dtype, weight.dtype, len(x) <= FEW), True)
-    if not ours or weight.nbytes < SMALL or not native.can(x, weight, scale, bias):
+    # PyTorch multiplies many rows as fast as we do, but must widen an int8 weight first
+    parts = x.split(native.MOST_ROWS) if weight.dtype == torch.int8 else (x,)
+    if not ours or weight.nbytes < SMALL or not native.can(parts[0], weight, scale, bias):
         return torch_linear(x, weight, scale, bias)
-    return native.few_rows(x, weight, scale, bias)
+    done = [native.few_rows(part, weight, scale, bias) for part in parts]
+    return done[0] if len(done) == 1 else torch.cat(done)
 
 
 def choose(x_dtype: torch.dtype, quantization: str) -> None:

@@ -3,10 +3,16 @@
 // Each output is one dot product along the inputs, whose terms are added in an order that depends on the number of inputs
 // alone: not on how many rows are multiplied together, nor on the number of threads. So a row's product is the same to the bit
 // whether the row is alone or one of a block.
+//
+// Products are fp32, but where x is bfloat16 and the weight int8: there x is written in steps of 16 bits, one step for each PIECE
+// inputs (32,767 of them reach the largest, so that it loses less than bfloat16 has lost already), and products are whole numbers,
+// of which a register holds twice as many.
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 #if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
@@ -26,12 +32,15 @@ constexpr int AHEAD = 512;   // bytes
 constexpr int STRIDE = BLOCK + 16;  // of widened rows: at a power of two they would take each other's place in the cache
 constexpr int FEW = 3;       // rows of x for which a weight is widened in registers
 constexpr int MOST = 64;     // rows of x
+constexpr int PIECE = 512;   // inputs that share a step of x; sums of so many products stay below 2^31
 
 typedef float Floats __attribute__((vector_size(4 * V), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * V), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(4 * V), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(2 * V), aligned(2)));
 typedef int8_t Bytes __attribute__((vector_size(V), aligned(1)));
+typedef int16_t Shorts __attribute__((vector_size(4 * V), aligned(2)));
+typedef int8_t ManyBytes __attribute__((vector_size(2 * V), aligned(1)));
 
 struct BFloat16 {
     uint16_t bits;
@@ -88,6 +97,14 @@ inline Floats multiplied(Floats a, Floats b, Floats sum) {
 #endif
 }
 
+// Compilers would load x anew at each use.
+template <class X>
+inline void in_register(X& x) {
+#ifdef __AVX__
+    asm("" : "+v"(x));
+#endif
+}
+
 inline float sum_of(Floats x) {
     float lanes[V];
     std::memcpy(lanes, &x, sizeof x);
@@ -141,12 +158,7 @@ inline void tile(const float (*w)[STRIDE], const float* x, int64_t x_stride, int
             for (int c = 0; c < C; c++) total[r][c] = totals[r][c][u];
         for (int64_t k = u * V; k + V <= n; k += CHAINS * V) {
             Floats columns[C];
-            for (int c = 0; c < C; c++) {
-                columns[c] = load(x + c * x_stride + k);
-#ifdef __AVX__
-                asm("" : "+v"(columns[c]));  // stays in a register: compilers would load it anew for each row
-#endif
-            }
+            for (int c = 0; c < C; c++) in_register(columns[c] = load(x + c * x_stride + k));
             for (int r = 0; r < R; r++) {
                 Floats row = load(&w[r][k]);
                 for (int c = 0; c < C; c++) total[r][c] = multiplied(row, columns[c], total[r][c]);
@@ -181,21 +193,175 @@ inline void block_dots(const W* w, const float* x, int64_t T, int64_t K, float (
         for (int64_t t = 0; t < T; t++) sums[r][t] = dot_of(totals[r][t], tail_of(w + r * K, x + t * K, K));
 }
 
-template <int R, class W, class X>
-void rows(const W* w, const float* x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K, int64_t first) {
-    float sums[R][MOST];
-    const W* here = w + first * K;
-    if (T > FEW) {
-        block_dots<R>(here, x, T, K, sums);
-    } else if (T == 1 && K > NEAR) {
-        few_dots<R, 1>(here, x, K, sums);
-    } else {
-        for (int r = 0; r < R; r++) {
-            if (T == 1) few_dots<1, 1>(here + r * K, x, K, sums + r);
-            if (T == 2) few_dots<1, 2>(here + r * K, x, K, sums + r);
-            if (T == 3) few_dots<1, 3>(here + r * K, x, K, sums + r);
+inline Shorts load(const int16_t* p) { return *reinterpret_cast<const Shorts*>(p); }
+inline Shorts spread(const int8_t* p) {
+#if defined(__AVX512BW__)
+    return Shorts(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return Shorts(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+    return __builtin_convertvector(*reinterpret_cast<const ManyBytes*>(p), Shorts);
+#endif
+}
+
+// Sums of the products of neighbours.
+inline Ints pairs(Shorts a, Shorts b) {
+#if defined(__AVX512BW__)
+    return Ints(_mm512_madd_epi16(__m512i(a), __m512i(b)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return Ints(_mm256_madd_epi16(__m256i(a), __m256i(b)));
+#else
+    Ints sums;
+    for (int i = 0; i < V; i++) sums[i] = int32_t(a[2 * i]) * b[2 * i] + int32_t(a[2 * i + 1]) * b[2 * i + 1];
+    return sums;
+#endif
+}
+
+// x [T, K] in steps: PIECE inputs of every row, then the next PIECE, the last filled up with zeros.
+struct Steps {
+    std::vector<int16_t> q;   // [pieces, T, PIECE]
+    std::vector<float> step;  // [pieces, T]
+    int64_t T;
+
+    const int16_t* at(int64_t piece, int64_t t) const { return q.data() + (piece * T + t) * PIECE; }
+    float step_at(int64_t piece, int64_t t) const { return step[piece * T + t]; }
+
+    void fill(const BFloat16* x, int64_t rows, int64_t K) {
+        int64_t pieces = (K + PIECE - 1) / PIECE;
+        T = rows;
+        q.resize(pieces * T * PIECE);
+        step.resize(pieces * T);
+#pragma omp parallel for schedule(static) if (T > FEW)
+        for (int64_t i = 0; i < pieces * T; i++) {
+            int64_t start = i / T * PIECE, n = K - start < PIECE ? K - start : PIECE;
+            step[i] = fill_piece(x + i % T * K + start, n, q.data() + i * PIECE);
         }
     }
+
+    static float fill_piece(const BFloat16* x, int64_t n, int16_t* to) {
+        float wide[PIECE] = {}, largest = 0, odd = 0;
+        for (int64_t k = 0; k < n; k++) wide[k] = widen(x[k]);
+        for (int k = 0; k < PIECE; k++) {
+            float size = std::fabs(wide[k]);
+            largest = size > largest ? size : largest;
+            odd += wide[k] * 0;  // becomes NaN if there is an infinity or a NaN, which must show in every sum
+        }
+        float inverse = largest > 1e-30f ? 32767 / largest : 0;
+        for (int k = 0; k < PIECE; k++) {
+            float nearest = wide[k] * inverse + 12582912.0f;  // 1.5 * 2^23: what is left of a fraction is rounded off
+            int32_t bits;
+            std::memcpy(&bits, &nearest, 4);
+            to[k] = int16_t(bits - 0x4b400000);
+        }
+        return largest / 32767 + odd;
+    }
+};
+
+// Inputs behind the last whole vector.
+inline int32_t tail_of(const int8_t* w, const int16_t* x, int64_t n) {
+    int32_t sum = 0;
+    for (int64_t k = n / (2 * V) * (2 * V); k < n; k++) sum += w[k] * x[k];
+    return sum;
+}
+
+// As few_dots, of one row of the weight.
+template <int C>
+inline void few_dots(const int8_t* w, const Steps& x, int64_t K, float* sums) {
+    Floats total[C];
+    float tail[C];
+    for (int c = 0; c < C; c++) total[c] = Floats{}, tail[c] = 0;
+    auto add = [&](int64_t piece, int64_t n) {
+        const int8_t* row = w + piece * PIECE;
+        const int16_t* columns = x.at(piece, 0);
+        Ints sum[C][2];
+        for (int c = 0; c < C; c++) sum[c][0] = sum[c][1] = Ints{};
+        auto step = [&](int64_t k, int u) {
+            Shorts wide = spread(row + k);
+            for (int c = 0; c < C; c++) sum[c][u] += pairs(wide, load(columns + c * PIECE + k));
+        };
+        int64_t k = 0;
+        for (; k + 4 * V <= n; k += 4 * V) step(k, 0), step(k + 2 * V, 1);
+        if (k + 2 * V <= n) step(k, 0);
+        for (int c = 0; c < C; c++) {
+            float step = x.step_at(piece, c);
+            total[c] = multiplied(__builtin_convertvector(sum[c][0] + sum[c][1], Floats), Floats{} + step, total[c]);
+            if (n % (2 * V)) tail[c] = float(tail_of(row, columns + c * PIECE, n)) * step;
+        }
+    };
+    for (int64_t piece = 0; piece < K / PIECE; piece++) add(piece, PIECE);
+    if (K % PIECE) add(K / PIECE, K % PIECE);
+    for (int c = 0; c < C; c++) sums[c] = sum_of(total[c]) + tail[c];
+}
+
+// totals[r][c] += row r of the widened weight · row c of x, over n inputs; whole vectors alone.
+template <int R, int C>
+inline void tile(const int16_t (*w)[PIECE], const int16_t* x, const float* step, int64_t n, Floats (*totals)[MOST]) {
+    Ints sum[R][C] = {};
+    for (int64_t k = 0; k + 2 * V <= n; k += 2 * V) {
+        Shorts columns[C];
+        for (int c = 0; c < C; c++) in_register(columns[c] = load(x + c * PIECE + k));
+        for (int r = 0; r < R; r++) {
+            Shorts row = load(&w[r][k]);
+            in_register(row);
+            for (int c = 0; c < C; c++) sum[r][c] += pairs(row, columns[c]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++)
+            totals[r][c] = multiplied(__builtin_convertvector(sum[r][c], Floats), Floats{} + step[c], totals[r][c]);
+}
+
+// As block_dots.
+template <int R>
+inline void block_dots(const int8_t* w, const Steps& x, int64_t T, int64_t K, float (*sums)[MOST]) {
+    int16_t wide[R][PIECE];
+    Floats totals[R][MOST];
+    float tails[R][MOST] = {};
+    for (int r = 0; r < R; r++) std::memset(totals[r], 0, T * sizeof(Floats));
+    for (int64_t start = 0, piece = 0; start < K; start += PIECE, piece++) {
+        int64_t n = K - start < PIECE ? K - start : PIECE;
+        for (int r = 0; r < R; r++)
+            for (int64_t k = 0; k + 2 * V <= n; k += 2 * V) {
+                *reinterpret_cast<Shorts*>(&wide[r][k]) = spread(w + r * K + start + k);
+                __builtin_prefetch(w + (r + R) * K + start + k);
+            }
+        auto at = [&](int64_t t) { return reinterpret_cast<Floats (*)[MOST]>(&totals[0][t]); };
+        const float* step = &x.step[piece * T];
+        int64_t t = 0;
+        for (; t + 2 <= T; t += 2) tile<R, 2>(wide, x.at(piece, t), step + t, n, at(t));
+        if (t < T) tile<R, 1>(wide, x.at(piece, t), step + t, n, at(t));
+        for (int r = 0; n % (2 * V) && r < R; r++)
+            for (t = 0; t < T; t++) tails[r][t] += float(tail_of(w + r * K + start, x.at(piece, t), n)) * step[t];
+    }
+    for (int r = 0; r < R; r++)
+        for (int64_t t = 0; t < T; t++) sums[r][t] = sum_of(totals[r][t]) + tails[r][t];
+}
+
+template <int R, class W>
+void dots(const W* w, const float* x, int64_t T, int64_t K, float (*sums)[MOST]) {
+    if (T > FEW) return block_dots<R>(w, x, T, K, sums);
+    if (T == 1 && K > NEAR) return few_dots<R, 1>(w, x, K, sums);
+    for (int r = 0; r < R; r++) {
+        if (T == 1) few_dots<1, 1>(w + r * K, x, K, sums + r);
+        if (T == 2) few_dots<1, 2>(w + r * K, x, K, sums + r);
+        if (T == 3) few_dots<1, 3>(w + r * K, x, K, sums + r);
+    }
+}
+
+template <int R>
+void dots(const int8_t* w, const Steps& x, int64_t T, int64_t K, float (*sums)[MOST]) {
+    if (T > FEW) return block_dots<R>(w, x, T, K, sums);
+    for (int r = 0; r < R; r++) {
+        if (T == 1) few_dots<1>(w + r * K, x, K, sums[r]);
+        if (T == 2) few_dots<2>(w + r * K, x, K, sums[r]);
+        if (T == 3) few_dots<3>(w + r * K, x, K, sums[r]);
+    }
+}
+
+template <int R, class W, class In, class X>
+void rows(const W* w, const In& x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K, int64_t first) {
+    float sums[R][MOST];
+    dots<R>(w + first * K, x, T, K, sums);
     for (int r = 0; r < R; r++)
         for (int64_t t = 0; t < T; t++) {
             float sum = scale ? sums[r][t] * scale[first + r] : sums[r][t];
@@ -203,8 +369,8 @@ void rows(const W* w, const float* x, const float* scale, const X* bias, X* out,
         }
 }
 
-template <class W, class X>
-void product(const W* w, const float* x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K) {
+template <class W, class In, class X>
+void product(const W* w, const In& x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K) {
     int64_t blocks = N / ROWS, share = blocks / 64;  // shares small enough for many threads, and for one that is held up
     if (share < 1) share = 1;
     if (share > 32) share = 32;
@@ -213,26 +379,28 @@ void product(const W* w, const float* x, const float* scale, const X* bias, X* o
     for (int64_t row = blocks * ROWS; row < N; row++) rows<1>(w, x, scale, bias, out, T, N, K, row);
 }
 
-template <class X>
-void any_weight(const void* w, int kind, const float* x, const float* scale, const X* bias, X* out, int64_t T, int64_t N,
-                int64_t K) {
-    if (kind == 0) product(static_cast<const float*>(w), x, scale, bias, out, T, N, K);
-    if (kind == 1) product(static_cast<const BFloat16*>(w), x, scale, bias, out, T, N, K);
-    if (kind == 2) product(static_cast<const int8_t*>(w), x, scale, bias, out, T, N, K);
-}
-
 }  // namespace
 
 // out [T, N] = x [T, K] · weight [N, K]ᵀ · scale [N] + bias [N]; scale and bias may be null, T at most MOST.
-// Kinds: 0 fp32, 1 bfloat16, 2 int8. x, bias and out are of one kind, 0 or 1; wide has room for x in fp32, used for kind 1.
-extern "C" void few_rows(const void* x, int x_kind, float* wide, const void* w, int w_kind, const float* scale, const void* bias,
-                         void* out, int64_t T, int64_t N, int64_t K) {
-    if (x_kind == 0) {
-        auto narrow_x = static_cast<const float*>(x);
-        any_weight(w, w_kind, narrow_x, scale, static_cast<const float*>(bias), static_cast<float*>(out), T, N, K);
-    } else {
-        auto narrow_x = static_cast<const BFloat16*>(x);
-        for (int64_t i = 0; i < T * K; i++) wide[i] = widen(narrow_x[i]);
-        any_weight(w, w_kind, wide, scale, static_cast<const BFloat16*>(bias), static_cast<BFloat16*>(out), T, N, K);
+// Kinds: 0 fp32, 1 bfloat16, 2 int8. x, bias and out are of one kind, 0 or 1; the weight of that kind, or 2.
+extern "C" void few_rows(const void* x, int x_kind, const void* w, int w_kind, const float* scale, const void* bias, void* out,
+                         int64_t T, int64_t N, int64_t K) {
+    auto fp32 = static_cast<const float*>(x);
+    auto bf16 = static_cast<const BFloat16*>(x);
+    auto int8 = static_cast<const int8_t*>(w);
+    auto fp32_bias = static_cast<const float*>(bias);
+    auto bf16_bias = static_cast<const BFloat16*>(bias);
+    auto fp32_out = static_cast<float*>(out);
+    auto bf16_out = static_cast<BFloat16*>(out);
+    if (x_kind == 0 && w_kind == 2) return product(int8, fp32, scale, fp32_bias, fp32_out, T, N, K);
+    if (x_kind == 0) return product(static_cast<const float*>(w), fp32, scale, fp32_bias, fp32_out, T, N, K);
+    if (w_kind == 2) {
+        thread_local Steps steps;
+        steps.fill(bf16, T, K);
+        return product(int8, steps, scale, bf16_bias, bf16_out, T, N, K);
     }
+    thread_local std::vector<float> wide;
+    wide.resize(T * K);
+    for (int64_t i = 0; i < T * K; i++) wide[i] = widen(bf16[i]);
+    product(static_cast<const BFloat16*>(w), static_cast<const float*>(wide.data()), scale, bf16_bias, bf16_out, T, N, K);
 }

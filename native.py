@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL | None:
         print(f"native.cpp wasn't compiled, so PyTorch's slower products are used: {said.decode()[:300]}", file=sys.stderr)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    found.few_rows.argtypes = [pointer, ctypes.c_int, pointer, pointer, ctypes.c_int, *[pointer] * 3, *[number] * 3]
+    found.few_rows.argtypes = [pointer, ctypes.c_int, pointer, ctypes.c_int, *[pointer] * 3, *[number] * 3]
     found.few_rows.restype = None
     return found
 
@@ -84,7 +84,7 @@ def can(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) ->
     N, K = weight.shape
     return (
         x.dtype in (torch.float32, torch.bfloat16)
-        and weight.dtype in KINDS
+        and weight.dtype in (x.dtype, torch.int8)
         and 1 <= len(x) <= MOST_ROWS
         and x.shape[1] == K
         and weight.is_contiguous()
@@ -95,19 +95,19 @@ def can(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) ->
 
 
 def few_rows(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x [T, K] times weight [N, K], times scale [N], plus bias [N]; in x's dtype, summed in fp32. For what ``can`` allows.
+    """x [T, K] times weight [N, K], times scale [N], plus bias [N]; in x's dtype. For what ``can`` allows.
 
-    An output's sum is the same to the bit for every T, and for any number of threads.
+    Summed in fp32; but a bfloat16 x times an int8 weight as whole numbers, x in 16-bit steps. An output's
+    sum is the same to the bit for every T, and for any number of threads.
     """
     (T, K), N = x.shape, weight.shape[0]
     x = x.contiguous()
     out = torch.empty((T, N), dtype=x.dtype)
-    wide = out if x.dtype == torch.float32 else torch.empty(T * K)
     bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
     found = library()
     assert found is not None
     found.few_rows(
-        x.data_ptr(), KINDS[x.dtype], wide.data_ptr(), weight.data_ptr(), KINDS[weight.dtype],
+        x.data_ptr(), KINDS[x.dtype], weight.data_ptr(), KINDS[weight.dtype],
         scale.data_ptr() if scale is not None else None, bias.data_ptr() if bias is not None else None, out.data_ptr(), T, N, K,
     )  # fmt: skip
     return out
