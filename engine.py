@@ -21,7 +21,7 @@ from torch import Tensor
 from errors import UserError
 from judge import Block, log_probabilities, next_distribution, verdict
 from launch import Flight, Launcher, Stopwatch
-from model import PREFILL_CHUNK, Transformer, common_length
+from model import Cache, Transformer
 from pace import LENGTHS, Pace, round_costs
 from tokenizer import Output
 from tp import agree, best_and_log_p, best_of, told
@@ -116,6 +116,8 @@ class Engine:
         adapt: choose M before each round among ``pace.LENGTHS``, by the acceptance so far and costs that ``warm_up`` measures.
         capture: on CUDA let rounds be graphs.
         run_ahead: rounds launched before an outcome is read (default: 1 where rounds are CUDA graphs, else 0).
+        caches: the target's and the draft's, of ``cache_length`` positions or more, which several engines of the same models may
+            share, one text at a time (default: new ones).
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Engine:
         adapt: bool = False,
         capture: bool = True,
         run_ahead: int | None = None,
+        caches: tuple[Cache, Cache | None] | None = None,
     ) -> None:
         sampling.check()
         self.target, self.draft, self.verify, self.threshold, self.sampling = target, draft, verify, threshold, sampling
@@ -152,14 +155,18 @@ class Engine:
         # what a trace or a check holds must be read before the next round
         captured = capture and self.device.type == "cuda" and not trace and not check_ranks
         self.run_ahead = int(captured) if run_ahead is None else run_ahead
-        self.length = length = cache_length(max_len, self.M, self.run_ahead)
-        self.target_cache = target.new_cache(length)
-        self.draft_cache = draft.new_cache(length) if draft is not None else None
+        needed = cache_length(max_len, self.M, self.run_ahead)
+        if caches is None:
+            caches = target.new_cache(needed), draft.new_cache(needed) if draft is not None else None
+        self.target_cache, self.draft_cache = caches[0], caches[1] if draft is not None else None
+        self.length = length = self.target_cache.length
+        if length < needed:
+            raise ValueError(f"shared caches have {length} positions; {max_len} tokens need {needed}")
         self.tokens = torch.zeros(length + 1, dtype=torch.int64, device=self.device)
         self.pos = torch.zeros((), dtype=torch.int64, device=self.device)  # of the last committed token
         self.ahead = torch.arange(self.M + 1, device=self.device)
         self.generator = torch.Generator(self.device)
-        self.text: list[int] = []  # what both models have read, but its last two tokens
+        self.pending: list[int] = []  # the end of the text, which not both models have read: at most two tokens
         V = target.config.vocab_size
         self.trace = torch.zeros((self.M + 1, len(Note._fields)), device=self.device) if trace else None
         # without them greedy decoding sends but a few numbers between ranks
@@ -192,7 +199,7 @@ class Engine:
         Returns its seconds.
         """
         start = time.perf_counter()
-        self.text = []
+        self.forget()
         if self.lengths:
             self._time_lengths()
         reach = (self.M + 1) * (self.run_ahead + 1)
@@ -225,6 +232,16 @@ class Engine:
         )  # fmt: skip
         self.pace = Pace(told(lambda: costs))  # every rank chooses by rank 0's
 
+    def forget(self) -> None:
+        """Drop the text: the next prompt is read from its start, whatever it has in common with this one."""
+        for _, cache in self._readers():
+            cache.text.clear()
+
+    def _readers(self) -> list[tuple[Transformer, Cache]]:
+        """The models, each with its cache."""
+        pairs = ((self.target, self.target_cache), (self.draft, self.draft_cache))
+        return [(model, cache) for model, cache in pairs if model is not None and cache is not None]
+
     def wait(self) -> None:
         """Wait until the device has done what it was given, a round that nobody will read included."""
         if self.device.type == "cuda":
@@ -234,8 +251,8 @@ class Engine:
     def prefill(self, prompt: Sequence[int], seed: int | None = None) -> None:
         """Start a text: both models read the prompt but its last token, which the first round reads.
 
-        No logits are needed here: the first round makes them. Chunks of at most 256 tokens bound the memory. What this prompt
-        has in common with the start of the last text, answer included, is in the caches already and isn't read again.
+        No logits are needed here: the first round makes them. What this prompt has in common with the start of the last text,
+        answer included, is in the caches already and isn't read again.
 
         Raises:
             UserError: the prompt is empty or longer than ``max_len``.
@@ -250,15 +267,9 @@ class Engine:
         ids = torch.tensor(prompt, device=self.device)
         self.tokens[: len(prompt)] = ids
         self.pos.fill_(len(prompt) - 1)
-        known = common_length(self.text[:-2], prompt[:-1])
-        self.text = []  # nothing, should the reading be interrupted
-        for start in range(known, len(prompt) - 1, PREFILL_CHUNK):
-            positions = torch.arange(start, min(start + PREFILL_CHUNK, len(prompt) - 1), device=self.device)
-            chunk, bucket = ids[positions], self._bucket(start + len(positions))
-            for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
-                if model is not None and cache is not None:
-                    model.step(model.known(chunk), positions, cache, bucket, compiled=False)
-        self.text = list(prompt)
+        for model, cache in self._readers():
+            model.read(prompt[:-1], cache)
+        self.pending = list(prompt[-1:])
 
     def round(self, M: int, bucket: int) -> None:
         """Draft M, verify, accept, commit; leaves the outcome in ``result``. ``bucket``: positions of the caches to read.
@@ -389,11 +400,18 @@ class Engine:
             standard = values[M + 1 : 2 * M + 1]
             accepted_by = [STANDARD if standard[i] else RULE for i in range(n)] + [TARGET]
             length += n + 1
-            self.text += values[: n + 1]
+            self._committed(values[: n + 1])
             notes = None
             if trace is not None:
                 notes = [Note(int(best), p, int(drafted), *rest) for best, p, drafted, *rest in trace[: n + 1]]
             yield Round(values[: n + 1], accepted_by, M, ms, notes)
+
+    def _committed(self, tokens: list[int]) -> None:
+        """Note what a round added to the text. The last token nobody has read, and the last but one perhaps not the draft."""
+        self.pending += tokens
+        for _, cache in self._readers():
+            cache.text += self.pending[:-2]
+        del self.pending[:-2]
 
     def complete(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int] = ()) -> list[int]:
         """The ids that follow a prompt: up to a stop token, which is left out, or ``max_new_tokens``."""

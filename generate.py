@@ -295,7 +295,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> None:
     compile_s = engine.warm_up(len(prompt), engine.max_len)
     runs = []
     for i in range(args.num_samples):
-        engine.text = []  # so that each sample reads the prompt, and is timed doing so
+        engine.forget()  # so that each sample reads the prompt, and is timed doing so
         runs.append(run_once(setup, engine, prompt, args.seed + i, colour))
         print(summary(runs[-1]), file=sys.stderr)
     if args.html is not None and ranks.rank == 0:

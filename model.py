@@ -184,15 +184,16 @@ class RMSNorm(nn.Module):
 class Cache:
     """Static keys and values of one model, and the RoPE table they were written with.
 
-    ``k`` and ``v`` are [n_layers, K, length + SPARE, C]; nothing is ever reallocated. Positions past the committed text may
-    hold rejected tokens: they are hidden by the mask and overwritten when the text reaches them.
+    ``k`` and ``v`` are [n_layers, K, length + SPARE, C]; nothing is ever reallocated. ``text`` holds the tokens whose keys and
+    values surely lie at the first positions. Those past it may hold rejected tokens: they are hidden by the mask and overwritten
+    when the text reaches them.
     """
 
     SPARE = 8  # positions never used: with them even the largest bucket is a slice like the others, so none is compiled apart
 
     def __init__(self, config: Config, length: int, dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (config.n_layers, config.n_kv_heads, length + self.SPARE, config.head_dim)
-        self.length = length
+        self.length, self.text = length, list[int]()
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.cos, self.sin = rope_table(config, torch.arange(length, device=device))
@@ -342,6 +343,25 @@ class Transformer(nn.Module):
             x = block_step(x, cos, sin, mask, positions, cache.k[i, :, :bucket], cache.v[i, :, :bucket])
         return x
 
+    def read(self, text: Sequence[int], cache: Cache, states: Tensor | None = None) -> None:
+        """Bring the keys and values of a text into ``cache``; what it has in common with the start of ``cache.text`` is there.
+
+        Uncompiled, in chunks of at most PREFILL_CHUNK tokens, which bound the memory.
+
+        Args:
+            states: [at least T, D], where the states before the final norm of what is newly read go, at their positions.
+        """
+        known = common_length(cache.text, text)
+        del cache.text[known:]
+        ids = self.known(torch.tensor(text[known:], device=cache.k.device))
+        for start in range(known, len(text), PREFILL_CHUNK):
+            end = min(start + PREFILL_CHUNK, len(text))
+            positions = torch.arange(start, end, device=ids.device)
+            read = self.step(ids[start - known : end - known], positions, cache, end, compiled=False)
+            if states is not None:
+                states[start:end] = read
+            cache.text += text[start:end]
+
     def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """fp32 logits [..., V] and judge logits [...] (None without a head) of states [..., D] before the final norm."""
         logits, judge = self.local_logits(hidden)
@@ -411,19 +431,11 @@ class Reader:
 
     def __init__(self, model: Transformer, max_len: int) -> None:
         weight = model.norm.weight
-        self.model, self.text = model, list[int]()
-        self.cache = model.new_cache(max_len)
+        self.model, self.cache = model, model.new_cache(max_len)
         self.hidden = torch.empty((max_len, model.config.dim), dtype=weight.dtype, device=weight.device)
 
     @torch.inference_mode()
     def read(self, text: Sequence[int]) -> Tensor:
         """States [T, D] before the final norm of a text of T tokens, at most ``max_len``; good until the next call."""
-        known = common_length(self.text, text)
-        self.text = []  # nothing, should the reading be interrupted
-        ids = self.model.known(torch.tensor(text, device=self.hidden.device))
-        for start in range(known, len(text), PREFILL_CHUNK):
-            end = min(start + PREFILL_CHUNK, len(text))
-            positions = torch.arange(start, end, device=self.hidden.device)
-            self.hidden[start:end] = self.model.step(ids[start:end], positions, self.cache, end, compiled=False)
-        self.text = list(text)
+        self.model.read(text, self.cache, self.hidden)
         return self.hidden[: len(text)]

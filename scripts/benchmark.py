@@ -234,7 +234,7 @@ def build(args: argparse.Namespace, bench: Bench, settings: list[Setting]) -> fl
 
 def take(engine: Engine, prompt: list[int], new_tokens: int, stop_ids: frozenset[int]) -> Sample:
     """Decode one text up to a stop token or ``new_tokens``, and time it."""
-    engine.text = []  # the prompt is read, whatever came before
+    engine.forget()  # the prompt is read, whatever came before
     engine.wait()
     start = time.perf_counter()
     engine.prefill(prompt)

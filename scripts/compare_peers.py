@@ -62,7 +62,7 @@ def our_peers(args: argparse.Namespace, pair: checkpoint.Pair, max_len: int) -> 
 
     def complete(engine: Engine) -> Callable[[list[int], int], list[int]]:
         def run(prompt: list[int], n: int) -> list[int]:
-            engine.text = []  # the prompt is read, whatever came before
+            engine.forget()  # the prompt is read, whatever came before
             return engine.complete(prompt, n)
 
         return run

@@ -124,8 +124,29 @@ def test_a_conversation_reads_only_what_is_new(turns, M):
         assert sum(read) <= 2 + cut + 1  # the last two tokens, what was cut, what was added
         answer = engine.complete(text, n)
         assert len(answer) == n and is_greedy(target, text, answer)
-        whole = engine.text
+        whole = [*engine.target_cache.text, *engine.pending]
         text = [*whole[: len(whole) - cut], 7]
+
+
+def test_engines_that_share_caches_go_on_from_each_others_texts():
+    target, draft = tiny(), tiny(seed=1)
+    first = Engine(target, draft, draft_len=4, max_len=200)
+    caches = first.target_cache, first.draft_cache
+    engines = [first, Engine(target, max_len=200, caches=caches), Engine(target, draft, draft_len=2, max_len=200, caches=caches)]
+    engines += [Engine(draft, max_len=200, caches=(first.draft_cache, None))]
+    text, read = list(PROMPT), []
+    for model in (target, draft):
+        step = model.step
+        model.step = lambda ids, *rest, step=step, **options: read.append(len(ids)) or step(ids, *rest, **options)
+    for i in (0, 1, 0, 2, 3, 1, 2, 0, 3, 0):
+        engine = engines[i]
+        assert is_greedy(engine.target, text, engine.complete(text, 7))
+        read.clear()
+        engine.prefill(text)
+        assert sum(read) == 0  # it is all there
+        text = [*text, *engine.complete(text, 3), 5, 6]
+    with pytest.raises(ValueError, match="shared caches have 256 positions; 300 tokens need"):
+        Engine(target, draft, max_len=300, caches=caches)
 
 
 def test_completion_ends_before_a_stop_token_or_at_the_cap():
