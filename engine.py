@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -448,12 +448,25 @@ def match_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 
 @dataclass
 class Generation:
-    """One generated text and its numbers."""
+    """One text and its numbers, as far as it has come."""
 
     output: Output
-    prefill_s: float
-    decode_s: float
-    rounds: list[Round]
+    prefill_s: float = 0.0
+    decode_s: float = 0.0  # without what whoever watches it grow does in between
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return self.output.text
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.output.tokens
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop`` or ``length``; empty for a text that was not waited for."""
+        return self.output.finish_reason
 
     @property
     def tokens_per_s(self) -> float:
@@ -469,8 +482,8 @@ class Generation:
         return self.output.accepted_by.count(who)
 
 
-def generate(engine: Engine, prompt: Sequence[int], output: Output, seed: int | None = None) -> Generation:
-    """Prefill and run rounds until the output says it is complete.
+def decode(engine: Engine, prompt: Sequence[int], output: Output, seed: int | None = None) -> Iterator[Generation]:
+    """Prefill and run rounds until the output says it is complete; yields the one generation after each of these.
 
     Raises:
         UserError: prompt and new tokens don't fit into the engine's ``max_len``.
@@ -482,10 +495,17 @@ def generate(engine: Engine, prompt: Sequence[int], output: Output, seed: int | 
     start = time.perf_counter()
     engine.prefill(prompt, seed)
     engine.wait()
-    prefilled = time.perf_counter()
-    rounds = []
-    for now in engine.rounds(len(prompt)):
-        rounds.append(now)
-        if output.add(now.tokens, now.accepted_by):
-            break
-    return Generation(output, prefilled - start, time.perf_counter() - prefilled, rounds)
+    run, ended = Generation(output, time.perf_counter() - start), False
+    yield run
+    start, rounds = time.perf_counter(), engine.rounds(len(prompt))
+    while not ended and (now := next(rounds, None)) is not None:
+        run.rounds.append(now)
+        ended = output.add(now.tokens, now.accepted_by)
+        run.decode_s += time.perf_counter() - start
+        yield run
+        start = time.perf_counter()
+
+
+def generate(engine: Engine, prompt: Sequence[int], output: Output, seed: int | None = None) -> Generation:
+    """What ``decode`` comes to."""
+    return deque(decode(engine, prompt, output, seed), maxlen=1).pop()

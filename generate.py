@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import checkpoint
-from engine import RULE, STANDARD, TARGET, Engine, Generation, Sampling, generate
+from engine import RULE, STANDARD, TARGET, Engine, Generation
 from errors import Parser, UserError, run_cli
 from files import check_writable, write_text
-from judge import RULES, check_threshold, default_threshold
+from judge import RULES
 from linear import MODES
-from pace import LENGTHS
+from llm import CONTEXT, DEMO, LLM, Options, encode
 from page import Passage, generated_spans, page
-from tokenizer import Output
 from tp import Ranks, ranks_of, same, together, told
 
-DEMO = Path(__file__).parent / "demo"
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  gives input() line editing and a history, where the system has it
+
 DEMO_PROMPT = (
     "Ada has 36 buttons. Ada buys 2 jars of 14 buttons each. A friend brings 14 buttons. Ada sends away 2 jars with 6 buttons "
     "in each. How many buttons are left in the end?"
 )
 COLOURS = {STANDARD: "\033[32m", RULE: "\033[1;36m", TARGET: "\033[33m"}
 RESET = "\033[0m"
-CHAT_CONTEXT = 8192  # tokens a conversation may have: caches for a whole context of 131,072 would take 17 GB for an 8B
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -91,82 +92,45 @@ def check_args(args: argparse.Namespace) -> None:
     """Fill in the defaults that depend on each other. Raises UserError for what can't be."""
     if args.target is None:
         raise UserError("--draft and --judge need a --target")
-    if args.draft is None and (args.judge is not None or args.verify not in (None, "standard")):
-        raise UserError(f"{'--judge' if args.judge else '--verify ' + args.verify} needs a --draft")
-    if args.verify == "judge" and args.judge is None:
-        raise UserError("--verify judge needs a head: give --judge FILE")
-    args.verify = args.verify or ("judge" if args.judge is not None else "standard")
-    if args.verify == "standard" and args.threshold is not None:
-        raise UserError(f"--threshold {args.threshold:g} has no meaning for --verify standard")
-    if args.threshold is not None:
-        check_threshold(args.verify, args.threshold)
-    if args.draft_len is None:
-        args.draft_len = 25 if args.verify == "judge" else 8
-    for name in ("draft_len", "max_new_tokens", "num_samples"):
-        if getattr(args, name) != "auto" and getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    if args.draft is None and args.judge is not None:
+        raise UserError("--judge needs a --draft")
+    full = options_of(args).settled(args.draft is not None, args.judge is not None)
+    args.verify, args.draft_len = full.verify, full.draft_len
+    if args.num_samples < 1:
+        raise UserError(f"--num-samples is {args.num_samples}; it must be at least 1")
     if args.html is not None and args.interactive:
         raise UserError("--html can't be had with --interactive")
     check_writable("--html", args.html)
     if args.interactive and (args.json or args.num_samples > 1):
         raise UserError(f"{'--json' if args.json else '--num-samples'} can't be had with --interactive")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    sampling_of(args).check()
-    if args.temperature == 0 and (args.top_k or args.top_p < 1):
-        given = f"--top-k {args.top_k}" if args.top_k else f"--top-p {args.top_p:g}"
-        raise UserError(f"{given} has no effect at --temperature 0, which takes the likeliest token; give a temperature above 0")
 
 
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    return Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+def options_of(args: argparse.Namespace) -> Options:
+    return Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
 
 
-@dataclass
-class Setup:
-    """What the command line asked for."""
-
-    args: argparse.Namespace
-    pair: checkpoint.Pair
-    context: int
-
-    def encode(self, prompt: str | list[dict[str, str]]) -> list[int]:
-        """A prompt's ids. Raises UserError when it is empty or leaves no room for the new tokens."""
-        if not prompt or not prompt[-1]:
-            raise UserError("the prompt is empty; give some text")
-        tokenizer = self.pair.tokenizer
-        ids = tokenizer.encode_question(prompt, self.args.raw) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
-        if len(ids) > self.context:
-            raise UserError(f"the prompt has {len(ids)} tokens; the context is {self.context}")
-        if len(ids) + self.args.max_new_tokens > self.context:
-            raise UserError(
-                f"a prompt of {len(ids)} tokens and --max-new-tokens {self.args.max_new_tokens} are "
-                f"{len(ids) + self.args.max_new_tokens} together; the context is {self.context}"
-            )
-        return ids
-
-    def load(self, max_len: int) -> Engine:
-        """Load the models and allocate an engine for texts of ``max_len`` tokens."""
-        a = self.args
-        target, draft = self.pair.load(checkpoint.DTYPES[a.dtype], a.device, a.quantize, a.draft_tp == 1)
-        threshold = a.threshold
-        if threshold is None and a.verify in RULES:
-            threshold = default_threshold(a.verify, self.pair.head)
-        adapt = a.draft_len == "auto"
-        return Engine(
-            target, draft, draft_len=min(LENGTHS[-1], self.context - 1) if adapt else a.draft_len, verify=a.verify,
-            threshold=threshold or 0.0, sampling=sampling_of(a), max_len=max_len, compile=not a.no_compile,
-            trace=a.html is not None, check_ranks=a.check_ranks, adapt=adapt,
-        )  # fmt: skip
+def load(args: argparse.Namespace, pair: checkpoint.Pair, context: int) -> LLM:
+    """Load the models and allocate caches for texts of ``context`` tokens."""
+    longest = None if args.draft_len == "auto" else args.draft_len
+    return LLM(
+        pair, context=context, max_draft_len=longest, dtype=args.dtype, device=args.device, quantize=args.quantize,
+        draft_tp=args.draft_tp, compile=not args.no_compile, trace=args.html is not None, check_ranks=args.check_ranks,
+    )  # fmt: skip
 
 
-def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: int, load_s: float, compile_s: float) -> dict:
+def report(
+    a: argparse.Namespace, pair: checkpoint.Pair, engine: Engine, runs: list[Generation], prompt_tokens: int, load_s: float,
+    compile_s: float,
+) -> dict:  # fmt: skip
     """The JSON object of ``--json``: medians over samples; text, ids, rounds and who accepted what are the first sample's."""
-    a, first = setup.args, runs[0].output
+    first = runs[0].output
     all_ms = [now.ms for run in runs for now in run.rounds]
     target_bytes, draft_bytes = engine.target.weight_bytes(), engine.draft.weight_bytes() if engine.draft is not None else 0
     read = [sum(target_bytes + now.drafted * draft_bytes for now in run.rounds) for run in runs]
     return {
         "text": first.text,
+        "texts": [run.text for run in runs],
         "tokens": first.tokens,
         "prompt_tokens": prompt_tokens,
         "new_tokens": len(first.tokens),
@@ -186,7 +150,7 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
         "bandwidth_gb_s": statistics.median(size / r.decode_s for size, r in zip(read, runs)) / 1e9,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else checkpoint.peak_memory(),
         "config": {
-            "target": str(setup.pair.target), "draft": str(setup.pair.draft) if setup.pair.draft else None,
+            "target": str(pair.target), "draft": str(pair.draft) if pair.draft else None,
             "judge": str(a.judge) if a.judge else None, "verify": engine.verify,
             "threshold": engine.threshold if engine.verify in RULES else None,
             "floor": engine.target.judge_floor if engine.verify == "judge" else None, "draft_len": a.draft_len if engine.M else 0,
@@ -198,68 +162,94 @@ def report(setup: Setup, engine: Engine, runs: list[Generation], prompt_tokens: 
     }  # fmt: skip
 
 
-def run_once(setup: Setup, engine: Engine, prompt: list[int], seed: int, colour: bool) -> Generation:
-    """Generate one text and stream it to the terminal, with ``--json`` to stderr."""
-    stream = sys.stderr if setup.args.json else sys.stdout
+def run_once(args: argparse.Namespace, llm: LLM, prompt: list[int], seed: int, colour: bool) -> Generation:
+    """Generate one text and stream it to the terminal, with ``--json`` to stderr. Where people chat Ctrl-C ends it early."""
+    out = sys.stderr if args.json else sys.stdout
+    stream = llm.stream(prompt, **vars(dataclasses.replace(options_of(args), seed=seed)))
+    try:
+        for piece, who in stream:
+            print(f"{COLOURS[who]}{piece}{RESET}" if colour else piece, end="", file=out, flush=True)
+    except KeyboardInterrupt:
+        if not args.interactive:
+            raise
+        print(" [stopped]", end="", file=out)
+    print(file=out, flush=True)
+    return stream.result
 
-    def emit(piece: str, who: str) -> None:
-        print(f"{COLOURS[who]}{piece}{RESET}" if colour else piece, end="", file=stream, flush=True)
 
-    output = Output(setup.pair.tokenizer, setup.args.max_new_tokens, setup.args.stop, emit)
-    run = generate(engine, prompt, output, seed)
-    print(file=stream, flush=True)
-    return run
-
-
-def summary(run: Generation) -> str:
+def summary(run: Generation, drafting: bool) -> str:
     """One line about a run, for people."""
-    n, rounds = len(run.output.tokens), len(run.rounds)
+    n, rounds = len(run.tokens), len(run.rounds)
+    if not rounds:
+        return "[no tokens]"
+    speed = f"{run.tokens_per_s:.1f} tokens/s, prefill {run.prefill_s:.2f} s]"
+    if not drafting:
+        return f"[{n} tokens, one at a time; {speed}"
     return (
         f"[{n} tokens in {rounds} rounds: {run.mean_accepted:.1f} drafted tokens accepted a round "
-        f"({run.accepted(STANDARD)} by the standard test, {run.accepted(RULE)} by the rule alone); "
-        f"{run.tokens_per_s:.1f} tokens/s, prefill {run.prefill_s:.2f} s]"
+        f"({run.accepted(STANDARD)} by the standard test, {run.accepted(RULE)} by the rule alone); {speed}"
     )
 
 
-def picture(setup: Setup, engine: Engine, question: str, run: Generation) -> str:
+def picture(pair: checkpoint.Pair, engine: Engine, question: str, run: Generation) -> str:
     """The run as an HTML page."""
     rule = engine.verify if engine.verify == "standard" else f"{engine.verify} at {engine.threshold:g}"
-    facts = [f"target {setup.pair.target.name}", f"draft {setup.pair.draft.name if setup.pair.draft else 'none'}", f"rule {rule}",
+    facts = [f"target {pair.target.name}", f"draft {pair.draft.name if pair.draft else 'none'}", f"rule {rule}",
              f"{run.mean_accepted:.1f} drafted tokens accepted a round", f"{len(run.output.tokens)} tokens"]  # fmt: skip
-    spans = generated_spans(setup.pair.tokenizer, run.rounds, len(run.output.tokens))
+    spans = generated_spans(pair.tokenizer, run.rounds, len(run.output.tokens))
     return page("Who accepted what", facts, [Passage(question, spans)])
 
 
 def ask() -> str | None:
-    """What is typed at the prompt, None at the end of input."""
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return None
-
-
-def chat(setup: Setup, colour: bool) -> None:
-    """Read prompts from the terminal and answer each in the light of the conversation so far."""
-    setup.context = min(setup.context, CHAT_CONTEXT)
-    engine = setup.load(setup.context)
-    engine.warm_up()
-    messages: list[dict[str, str]] = []
+    """What is typed at the prompt, None at the end of input. Ctrl-C drops the line."""
     while True:
-        text = told(ask)
-        if text is None:
-            return
+        try:
+            return input("> ").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D ends the conversation)", file=sys.stderr)
+
+
+def fitting(llm: LLM, messages: list[dict[str, str]], options: Options) -> list[int]:
+    """The ids of a conversation. What doesn't fit into the context is dropped from its start, with a word to the user.
+
+    Raises:
+        UserError: the last question alone doesn't fit.
+    """
+    dropped = 0
+    while True:
+        try:
+            prompt = llm.encode(messages, **vars(options))
+        except UserError:
+            if len(messages) < 3:
+                raise
+            del messages[:2]
+            dropped += 1
+            continue
+        if dropped:
+            print(f"[the context of {llm.context} tokens is full: the first {dropped} answers are forgotten]", file=sys.stderr)
+        return prompt
+
+
+def chat(args: argparse.Namespace, pair: checkpoint.Pair, colour: bool) -> None:
+    """Read prompts from the terminal and answer each in the light of the conversation so far."""
+    llm, options = load(args, pair, min(pair.context, CONTEXT)), options_of(args)
+    llm.engine(**vars(options)).warm_up()
+    raw = args.raw or not pair.tokenizer.has_chat_template
+    messages: list[dict[str, str]] = []
+    while (text := told(ask)) is not None:
         if not text:
             continue
-        messages.append({"role": "user", "content": text})
+        asked = [*messages, {"role": "user", "content": text}]
         try:
-            raw = setup.args.raw or not setup.pair.tokenizer.has_chat_template
-            run = run_once(setup, engine, setup.encode(text if raw else messages), setup.args.seed, colour)
+            prompt = llm.encode(text, **vars(options)) if raw else fitting(llm, asked, options)
+            run = run_once(args, llm, prompt, args.seed, colour)
         except UserError as error:
-            print(f"{error}; starting afresh", file=sys.stderr)
-            messages = []
+            print(f"{error}; ask something else", file=sys.stderr)
             continue
-        messages.append({"role": "assistant", "content": run.output.text})
-        print(summary(run), file=sys.stderr)
+        messages = [*asked, {"role": "assistant", "content": run.text}]
+        print(summary(run, llm.draft is not None), file=sys.stderr)
 
 
 def main() -> None:
@@ -276,32 +266,32 @@ def run(args: argparse.Namespace, ranks: Ranks) -> None:
         choices = f"1 or {ranks.size}, the number of ranks" if ranks.size > 1 else "1, for there is one rank (torchrun starts more)"
         raise UserError(f"--draft-tp is {args.draft_tp}; it must be {choices}")
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
-    setup = Setup(args, pair, pair.context)
     colour = args.show or (sys.stdout.isatty() and not args.json)
     if args.interactive:
-        return chat(setup, colour)
-    text = DEMO_PROMPT if args.prompt is None else args.prompt
+        return chat(args, pair, colour)
+    text, options = DEMO_PROMPT if args.prompt is None else args.prompt, options_of(args)
     with together():
         if args.prompt_file is not None:
             try:
                 text = args.prompt_file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"--prompt-file {args.prompt_file} can't be read: {error}") from None
-        prompt = setup.encode(text)
+        prompt = encode(pair.tokenizer, text, options, pair.context)
     same("prompt", str(prompt))
     start = time.perf_counter()
-    engine = setup.load(len(prompt) + args.max_new_tokens)
+    llm = load(args, pair, len(prompt) + args.max_new_tokens)
     load_s = time.perf_counter() - start
+    engine = llm.engine(**vars(options))
     compile_s = engine.warm_up(len(prompt), engine.max_len)
     runs = []
     for i in range(args.num_samples):
         engine.forget()  # so that each sample reads the prompt, and is timed doing so
-        runs.append(run_once(setup, engine, prompt, args.seed + i, colour))
-        print(summary(runs[-1]), file=sys.stderr)
+        runs.append(run_once(args, llm, prompt, args.seed + i, colour))
+        print(summary(runs[-1], llm.draft is not None), file=sys.stderr)
     if args.html is not None and ranks.rank == 0:
-        write_text(args.html, picture(setup, engine, text, runs[0]))
+        write_text(args.html, picture(pair, engine, text, runs[0]))
     if args.json:
-        print(json.dumps(report(setup, engine, runs, len(prompt), load_s, compile_s), ensure_ascii=False))
+        print(json.dumps(report(args, pair, engine, runs, len(prompt), load_s, compile_s), ensure_ascii=False))
 
 
 if __name__ == "__main__":

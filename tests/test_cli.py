@@ -17,6 +17,7 @@ import checkpoint
 import generate
 from errors import run_cli
 from judge import Head
+from tokenizer import Output
 
 CHARS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 V = 264  # 256 bytes, <eos>, padding
@@ -206,7 +207,9 @@ def test_stop_texts_samples_and_colours(house, monkeypatch, capsys):
 def test_each_sample_reads_its_prompt_anew(house, monkeypatch, capsys):
     reads = []
     prefill = generate.Engine.prefill
-    monkeypatch.setattr(generate.Engine, "prefill", lambda self, *args: reads.append(list(self.text)) or prefill(self, *args))
+    monkeypatch.setattr(
+        generate.Engine, "prefill", lambda self, *args: reads.append(list(self.target_cache.text)) or prefill(self, *args)
+    )
     argv = (*JUDGED, "--max-new-tokens", "20", "--num-samples", "3", "--temperature", "1", "--json")
     result = last_json(run(house, monkeypatch, capsys, *argv)[1])
     assert reads == [[], [], []]
@@ -219,15 +222,78 @@ def test_a_prompt_that_is_no_utf8_can_be_pictured(house, monkeypatch, capsys, tm
     assert status == 0 and "a?b" in (tmp_path / "p.html").read_text(), err
 
 
-def test_interactive_answers_until_end_of_file(house, monkeypatch, capsys):
-    lines = iter(["Hello", "", "x" * 600, "again"])
+def typed(monkeypatch, *lines):
+    """What people type at the prompt: lines, and exceptions for keys."""
+    left = iter(lines)
 
     def read(prompt):
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
+        line = next(left, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
 
     monkeypatch.setattr("builtins.input", read)
-    status, out, err = run(house, monkeypatch, capsys, *PAIR[:4], *PAIR[6:], "--interactive", "--max-new-tokens", "5")
-    assert status == 0 and err.count("tokens/s") == 2 and "starting afresh" in err
+
+
+CHAT = (*PAIR[:4], *PAIR[6:], "--interactive", "--max-new-tokens")
+
+
+def test_interactive_answers_until_end_of_file(house, monkeypatch, capsys):
+    typed(monkeypatch, "Hello", "", "x" * 600, KeyboardInterrupt(), "again")
+    status, out, err = run(house, monkeypatch, capsys, *CHAT, "5")
+    assert status == 0 and err.count("tokens/s") == 2
+    assert "the prompt has 600 tokens; the context is 512; ask something else" in err and "Ctrl-D ends the conversation" in err
+
+
+@pytest.fixture()
+def chatty(house, tmp_path):
+    """The pair with a chat template, so that a conversation has a memory."""
+    for name in ("Tiny-8B-Chat", "Tiny-1B"):
+        shutil.copytree(house / "checkpoints" / name, tmp_path / "checkpoints" / name)
+        (tmp_path / "checkpoints" / name / "chat_template.jinja").write_text(
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+        )
+    return tmp_path
+
+
+def test_a_conversation_is_kept_in_the_caches_and_forgotten_from_its_start(chatty, monkeypatch, capsys):
+    prompts, read = [], []
+    prefill, step = generate.Engine.prefill, checkpoint.Transformer.step
+
+    def counted(self, tokens, *rest, compiled=True):
+        read.append(0 if compiled else len(tokens))
+        return step(self, tokens, *rest, compiled=compiled)
+
+    monkeypatch.setattr(generate.Engine, "prefill", lambda self, ids, seed: prompts.append(len(ids)) or prefill(self, ids, seed))
+    monkeypatch.setattr(checkpoint.Transformer, "step", counted)
+    typed(monkeypatch, "one" * 20, "two" * 20, "three" * 20, "four" * 20)
+    status, _, err = run(chatty, monkeypatch, capsys, *CHAT, "100")
+    assert status == 0 and err.count("tokens/s") == 4
+    assert prompts[1] > prompts[0] + 100 and prompts[3] + 100 <= 512
+    assert err.count("the context of 512 tokens is full: the first") >= 1
+    first = 2 * (prompts[0] - 1)  # by both models
+    assert sum(read) < first + 2 * (prompts[1] + sum(prompts[2:]))  # the second question goes on from the first answer
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation(chatty, monkeypatch, capsys):
+    add, seen = Output.add, []
+
+    def interrupted(self, tokens, accepted_by):
+        seen.append(len(tokens))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return add(self, tokens, accepted_by)
+
+    monkeypatch.setattr(Output, "add", interrupted)
+    typed(monkeypatch, "Hello", "Go on")
+    status, out, err = run(chatty, monkeypatch, capsys, *CHAT, "40")
+    assert status == 0 and out.count("[stopped]") == 1 and err.count("tokens/s") == 2
+    monkeypatch.setattr(Output, "add", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    status, out, _ = run(chatty, monkeypatch, capsys, *PAIR, "--max-new-tokens", "40")
+    assert status == 130 and "[stopped]" not in out
+
+
+def test_several_samples_are_all_in_the_json(house, monkeypatch, capsys):
+    argv = (*JUDGED, "--max-new-tokens", "20", "--num-samples", "3", "--temperature", "1", "--json")
+    result = last_json(run(house, monkeypatch, capsys, *argv)[1])
+    assert len(result["texts"]) == 3 and result["texts"][0] == result["text"] and len(set(result["texts"])) == 3

@@ -1,0 +1,130 @@
+"""The engine as a library: prompts of every kind one after another, options by name, streams, and mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from test_cli import write_checkpoint
+from test_engine import is_greedy
+
+import checkpoint
+import llm
+from engine import Engine
+from errors import UserError
+from judge import Head
+from llm import LLM, Options
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("llm")
+    write_checkpoint(root / "target")
+    write_checkpoint(root / "draft", seed=1, num_hidden_layers=1)
+    for name in ("target", "draft"):
+        (root / name / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    mark = checkpoint.fingerprint(root / "target")
+    weight = torch.randn(48, generator=torch.Generator().manual_seed(0)) * 3
+    Head(weight, 0.0, "post_norm", "target", mark).save(root / "head.pt")
+    return root
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return LLM(folder / "target", folder / "draft", folder / "head.pt", context=300, dtype="float32", compile=False)
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "?"}]
+
+
+def test_prompts_of_every_kind_and_length_one_after_another(model):
+    for prompt in ("Hello", "Hello there " * 15, MESSAGES, [5, 6, 7], MESSAGES[:1], "Hello", list(range(1, 250))):
+        run = model.generate(prompt, verify="standard", max_new_tokens=20)
+        assert is_greedy(model.target, model.encode(prompt, max_new_tokens=20), run.tokens)
+        assert run.text == model.tokenizer.decode(run.tokens) and run.finish_reason in ("stop", "length")
+        assert run.tokens_per_s > 0 and 0 <= run.mean_accepted <= 8
+
+
+def test_options_change_from_text_to_text_and_engines_are_kept(model):
+    plain = model.generate("Hello", verify="standard", draft_len=3, max_new_tokens=30)
+    for options in (
+        {"threshold": 1.0}, {"draft_len": 5, "verify": "topk", "threshold": 1}, {"draft_len": 36, "verify": "standard"},
+        {"threshold": 1.0, "draft_len": "auto"},
+    ):  # fmt: skip
+        assert model.generate("Hello", max_new_tokens=30, **options).tokens == plain.tokens
+    judged = model.generate("Hello", threshold=0.3, max_new_tokens=30)
+    assert judged.accepted("rule") > 0
+    first, again, other = (model.generate("Hello", temperature=1.0, seed=seed, max_new_tokens=30) for seed in (1, 1, 2))
+    assert first.tokens == again.tokens != other.tokens
+    engine = model.engine(verify="standard", draft_len=3)
+    assert model.engine(verify="standard", draft_len=3, max_new_tokens=9, seed=4, stop=["x"]) is engine
+    assert len(model._engines) <= llm.ENGINES
+    assert engine.target_cache is model.engine(temperature=0.5).target_cache  # nothing is allocated anew
+
+
+def test_a_stream_is_the_text_in_pieces_and_may_be_left(model):
+    whole = model.generate("Hello", max_new_tokens=40)
+    stream = model.stream("Hello", max_new_tokens=40)
+    pieces = list(stream)
+    assert "".join(piece.text for piece in pieces) == whole.text == stream.result.text and len(pieces) > 3
+    assert {piece.accepted_by for piece in pieces} <= {"standard", "rule", "target"}
+    left = model.stream("Hello", max_new_tokens=40)
+    assert whole.text.startswith(next(iter(left)).text) and left.result.finish_reason == ""
+    assert model.generate("Hello", max_new_tokens=40).tokens == whole.tokens
+    stop = whole.text[3:5]
+    cut = model.generate("Hello", max_new_tokens=40, stop=[stop])
+    assert cut.text == whole.text[: whole.text.index(stop)] and cut.finish_reason == "stop"
+
+
+def test_a_stream_does_not_count_the_time_of_who_watches_it(model, monkeypatch):
+    clock = iter(range(10**6))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    stream = model.stream("Hello", verify="standard", max_new_tokens=40)
+    for _ in stream:
+        for _ in range(1000):
+            next(clock)
+    assert stream.result.decode_s < 1000
+
+
+@pytest.mark.parametrize("prompt, options, words", [
+    ("", {}, "the prompt is empty"), ([], {}, "the prompt is empty"),
+    ("a" * 301, {}, "the prompt has 307 tokens; the context is 300"),
+    ("a", {"max_new_tokens": 300}, "the context is 300"), ("a", {"max_new_tokens": 0}, "--max-new-tokens is 0"),
+    ("a", {"verify": "guess"}, "--verify is 'guess'"), ("a", {"draft_len": 37}, "there is room for 36"),
+    ("a", {"draft_len": 0}, "--draft-len is 0"), ("a", {"draft_len": "few"}, "--draft-len is few"),
+    ("a", {"threshold": 2.0}, "--threshold is 2"), ("a", {"temperature": -1.0}, "--temperature is -1"),
+    ("a", {"top_p": 0.5}, "no effect at --temperature 0"), ([7, 9999], {}, "token 9999 is beyond"),
+])  # fmt: skip
+def test_mistakes_are_told_before_anything_is_decoded(model, prompt, options, words):
+    with pytest.raises(UserError, match=words):
+        list(model.stream(prompt, **options))
+    with pytest.raises(TypeError, match="frobnicate"):
+        model.generate("a", frobnicate=1)
+
+
+def test_what_was_asked_of_the_models_at_hand(folder):
+    alone = LLM(folder / "target", context=100, dtype="float32", compile=False)
+    assert is_greedy(alone.target, alone.encode("Hello", max_new_tokens=20), alone.generate("Hello", max_new_tokens=20).tokens)
+    assert alone.draft is None and alone.caches[1] is None
+    for options, words in (({"verify": "judge"}, "needs a --draft"), ({"verify": "topk"}, "needs a --draft")):
+        with pytest.raises(UserError, match=words):
+            alone.engine(**options)
+    unjudged = LLM(folder / "target", folder / "draft", dtype="float32", compile=False)
+    assert unjudged.engine().verify == "standard" and unjudged.context == 512
+    with pytest.raises(UserError, match="needs a head"):
+        unjudged.engine(verify="judge")
+    for context in (1, 513):
+        with pytest.raises(UserError, match=f"a context of {context} tokens"):
+            LLM(folder / "target", context=context)
+    with pytest.raises(UserError, match="need a --target"):
+        LLM(draft=folder / "draft")
+
+
+def test_options_are_the_engines_own(folder):
+    names = {field.name for field in dataclasses.fields(Options)}
+    assert {"max_new_tokens", "stop", "verify", "threshold", "draft_len", "temperature", "top_k", "top_p", "seed", "raw"} == names
+    adapting = LLM(folder / "target", folder / "draft", dtype="float32", compile=False)
+    run = adapting.generate("Hello", draft_len="auto", max_new_tokens=60)
+    assert isinstance(adapting.engine(draft_len="auto"), Engine) and adapting.engine(draft_len="auto").pace is not None
+    assert is_greedy(adapting.target, adapting.encode("Hello"), run.tokens)
