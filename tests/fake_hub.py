@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,6 +31,13 @@ OTHERS = {
 FIRST = next(iter(SHARDS))
 
 
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        """A client that hangs up is no fault here."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class FakeHub:
     """What the two servers know. ``faults``: for a file's name or an API call's kind, what goes wrong, request by request."""
 
@@ -40,7 +48,7 @@ class FakeHub:
         self.hub, self.cdn = (self.serve(role) for role in ("hub", "cdn"))
 
     def serve(self, role):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = Server(("127.0.0.1", 0), Handler)
         server.daemon_threads, server.fake, server.role = True, self, role
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.005,), daemon=True).start()
