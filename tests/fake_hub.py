@@ -1,0 +1,140 @@
+"""A Hub on this machine: the Hub's own host, and the one that it redirects large files to. Both do wrong what they are told to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
+
+REPO, COMMIT, TOKEN = "maker/Tiny-8B-Chat", "c" * 40, "hf_secret"
+BIG = bytes(range(256)) * 8192  # 2 MiB, more than one chunk
+SHARDS = {"model-00001-of-00002.safetensors": BIG, "model-00002-of-00002.safetensors": BIG[::-1] + b"end"}
+INDEX = json.dumps({"weight_map": {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}})
+NEEDED = {
+    **SHARDS,
+    "model.safetensors.index.json": INDEX.encode(),
+    "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
+    "generation_config.json": b"{}",
+    "tokenizer.json": b'{"model": {}}' * 1000,
+    "tokenizer_config.json": b"{}\n",
+    "special.tiktoken": b"AA== 0\n",
+}
+OTHERS = {
+    "README.md": b"# Tiny", ".gitattributes": b"* lfs", "pytorch_model.bin": b"pickle", "consolidated.safetensors": b"twice",
+    "model-q4.gguf": b"GGUF", "consolidated.00.pth": b"pth",
+}  # fmt: skip
+FIRST = next(iter(SHARDS))
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        """A client that hangs up is no fault here."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class FakeHub:
+    """What the two servers know. ``faults``: for a file's name or an API call's kind, what goes wrong, request by request."""
+
+    def __init__(self, files):
+        self.files, self.commit, self.faults, self.log = dict(files), COMMIT, {}, []
+        self.page_size, self.extra_rows, self.next_host, self.barrier = 1000, [], None, None
+        self.listed: dict[str, bytes] = {}  # where it isn't what is sent
+        self.hub, self.cdn = (self.serve(role) for role in ("hub", "cdn"))
+
+    def serve(self, role):
+        server = Server(("127.0.0.1", 0), Handler)
+        server.daemon_threads, server.fake, server.role = True, self, role
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.005,), daemon=True).start()
+        return server
+
+    def close(self):
+        for server in (self.hub, self.cdn):
+            server.shutdown()
+            server.server_close()
+
+    def rows(self):
+        rows = [{"type": "directory", "path": "original", "oid": "0" * 40, "size": 0}]
+        for name, sent in self.files.items():
+            data = self.listed.get(name, sent)
+            row = {
+                "type": "file",
+                "path": name,
+                "size": len(data),
+                "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
+            }
+            if name.endswith(".safetensors") or name == "tokenizer.json":
+                row |= {"lfs": {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}, "oid": "1" * 40}
+            rows.append(row)
+        return rows + self.extra_rows
+
+    def requests(self, role, kind):
+        """What was asked of one server: (kind or file's name, Authorization, Range)."""
+        return [entry[1:] for entry in self.log if entry[:2] == (role, kind)]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+    def answer(self, status, body=b"", **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        fake, role = self.server.fake, self.server.role
+        path, _, query = unquote(self.path).partition("?")
+        revision = re.fullmatch(f"/api/models/{REPO}/revision/(.+)", path)
+        kind = "revision" if revision else "tree" if "/tree/" in path else path.rpartition("/")[2]
+        fake.log.append((role, kind, self.headers.get("Authorization"), self.headers.get("Range")))
+        if path.startswith("/api/models/maker/Old-Name/"):
+            return self.answer(307, Location=self.path.replace("Old-Name", "Tiny-8B-Chat"))
+        faults = fake.faults.get(kind if role == "hub" or kind in ("revision", "tree") else f"cdn {kind}", [])
+        fault = faults.pop(0) if faults else None
+        if isinstance(fault, tuple):
+            status, headers = fault
+            return self.answer(status, b"<html>", **headers)
+        if isinstance(fault, bytes):
+            return self.answer(200, fault)
+        if revision:
+            return self.answer(200, json.dumps({"id": REPO, "sha": fake.commit}).encode())
+        if kind == "tree":
+            start = int(query.partition("cursor=")[2] or 0)
+            rows, end = fake.rows(), start + fake.page_size
+            base = fake.next_host or fake.hub.url
+            more = {"Link": f'<{base}{path}?cursor={end}>; rel="next"'} if end < len(rows) else {}
+            return self.answer(200, json.dumps(rows[start:end]).encode(), **more)
+        if role == "hub" and (kind.endswith(".safetensors") or kind == "tokenizer.json") and fault is None:
+            assert path == f"/{REPO}/resolve/{fake.commit}/{kind}"
+            return self.answer(302, Location=f"{fake.cdn.url}/blobs/{kind}?signature=hidden")
+        self.send_file(fake.files[kind], fault)
+
+    def send_file(self, data, fault):
+        fake = self.server.fake
+        if fake.barrier:
+            fake.barrier.wait()
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        start = int(asked.group(1)) if asked and fault != "whole" else 0
+        self.send_response(206 if asked and fault != "whole" else 200)
+        if asked and fault != "whole":
+            start -= fault == "shifted"
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        body = data[start:]
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if isinstance(fault, int):
+            body = body[:fault]
+        if fault == "slow":
+            self.wfile.write(body[:100_000])
+            time.sleep(20)
+        self.wfile.write(body)
