@@ -10,52 +10,18 @@ import torch
 from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive import is_greedy, judged
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine import Engine, Sampling, draw, match_vocabulary, warp
 from errors import UserError
+from judge import Head
 from launch import Launcher
 from tokenizer import Output
 
 PROMPT = [5, 17, 99, 3, 64, 2, 2, 31]
-
-
-def naive_greedy(model, prompt, n):
-    """Plain greedy decoding that reads the whole text anew for every token."""
-    ids = list(prompt)
-    for _ in range(n):
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-def is_greedy(model, prompt, tokens):
-    """Whether ``tokens`` are the model's greedy choices after ``prompt``, checked by one whole pass."""
-    said = model(torch.tensor([prompt + tokens]))[0].argmax(-1)[len(prompt) - 1 : -1]
-    return said.tolist() == tokens
-
-
-def naive_judge(target, draft, head, delta, M, prompt, n):
-    """Judge decoding as DESIGN.md words it, one whole pass a token, greedy. Returns tokens and who accepted each."""
-    weight, bias = head
-    ids, who = list(prompt), []
-    while len(ids) - len(prompt) < n:
-        block = naive_greedy(draft, ids, M)
-        text = torch.tensor([ids + block])
-        hidden = target.hidden(text)[0]
-        logits = target(text)[0]
-        at = len(ids) - 1
-        for i, d in enumerate(block):
-            said = int(logits[at + i].argmax()) == d
-            judged = float(torch.sigmoid(target.norm(hidden[at + i + 1]) @ weight + bias)) > delta
-            if not (said or judged):
-                break
-            ids.append(d)
-            who.append("standard" if said else "rule")
-        ids.append(int(logits[len(ids) - 1].argmax()))
-        who.append("target")
-    return ids[len(prompt) :], who
 
 
 def decode(engine, prompt, n, seed=None):
@@ -83,11 +49,12 @@ def test_plain_standard_and_delta_one_are_one_text(name):
 
 @pytest.mark.parametrize("M", [1, 4, 9])
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:2], PROMPT[:1]])
-def test_judge_decoding_equals_the_naive_one(M, prompt):
+@pytest.mark.parametrize("kind, floor", [("post_norm", 0.0), ("pre_norm", 0.0), ("post_norm", 0.004)])
+def test_judge_decoding_equals_the_naive_one(M, prompt, kind, floor):
     target, draft = tiny(), tiny(seed=3, num_hidden_layers=1)
-    head = (torch.randn(48, generator=torch.Generator().manual_seed(5)), 0.3)
-    expected = naive_judge(target, draft, head, 0.5, M, prompt, 60)
-    target.fuse_judge(*head, "post_norm")
+    head = Head(torch.randn(48, generator=torch.Generator().manual_seed(5)), 0.3, kind, "t", "", floor=floor)
+    target.fuse_judge(head.weight, head.bias, head.kind, head.floor)
+    expected = judged(target, draft, prompt, 60, M, head, 0.5)
     got = decode(Engine(target, draft, draft_len=M, verify="judge", threshold=0.5, max_len=80), prompt, 60)
     assert (got[0], got[1]) == (expected[0][:60], expected[1][:60])
     assert {"rule", "target"} <= set(got[1])

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from naive import is_greedy
 from test_cli import write_checkpoint
-from test_engine import is_greedy
 
 import checkpoint
 import llm
