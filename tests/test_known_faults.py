@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
-from conftest import tiny
+from conftest import ROOT, tiny
 from safetensors.torch import load_file, save_file
 from test_cli import last_json, run, write_checkpoint
 from test_convert_hf_checkpoint import hf_model
@@ -55,6 +56,13 @@ def tokens_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
             make_spm(folder, kind.removeprefix("spm-"))
         made[kind] = load_tokenizer(folder)
     return made
+
+
+def test_every_test_that_the_page_names_is_there():
+    named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / "known-faults.md").read_text()))
+    assert len(named) > 40
+    for file, name in sorted(named):
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
 
 
 # --- speculative decoding, caches
@@ -215,6 +223,18 @@ def test_truncation_and_padding_in_the_file_change_no_prompt(tmp_path):
     changed.enable_padding(length=4096)
     changed.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).encode(text) == before
+
+
+def test_a_control_token_may_have_any_characters(tmp_path):
+    make_json(tmp_path)
+    changed = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    changed.add_special_tokens(["<｜end▁of▁sentence｜>"])
+    changed.add_tokens(["<｜tool▁sep｜>"])
+    changed.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<｜end▁of▁sentence｜>"}))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("a<｜tool▁sep｜>b<｜end▁of▁sentence｜>", special=True)
+    assert tokenizer.eos_ids == {ids[-1]} and tokenizer.decode(ids) == "a<｜tool▁sep｜>b"
 
 
 @pytest.mark.parametrize("kind", KINDS)
