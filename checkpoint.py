@@ -187,7 +187,8 @@ def load_model(
         quantization: how to quantize a checkpoint that isn't: one of ``linear.MODES``, or ``none``.
 
     Raises:
-        UserError: what ``open_source`` says; a model that doesn't divide over the ranks; a checkpoint that is quantized otherwise.
+        UserError: what ``open_source`` says; a model that doesn't divide over the ranks; a checkpoint that is quantized otherwise;
+            a weight that doesn't fit into the dtype.
     """
     with together():
         config = load_config(folder)
@@ -206,6 +207,8 @@ def load_model(
             found |= _quantized(name, tensor.to(device), kept, ranks.size > 1)
         elif tensor.is_floating_point() and not name.endswith(".scale"):
             found[name] = tensor.to(device=device, dtype=dtype)
+            if tensor.dtype != dtype:  # one that needs no change is mapped, and not read before it is used
+                check_finite(name, found[name])
         else:
             found[name] = tensor.to(device)
     if config.tie_embeddings and kept == "none":
@@ -229,6 +232,13 @@ def form_of(folder: Path, quantization: str, wanted: str) -> str:
     return wanted if quantization == "none" else quantization
 
 
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raises UserError for a weight that holds infinities or what is no number: a model of it would answer, with rubbish."""
+    if weight.is_floating_point() and not all(bool(end.isfinite()) for end in weight.aminmax()):
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise UserError(f"{name} holds numbers beyond {dtype}'s range, or none at all: choose another --dtype, or fetch it again")
+
+
 def is_quantized(name: str) -> bool:
     """Whether this is the weight of a layer that quantization changes."""
     return name.endswith(".weight") and name.split(".")[-2] in QUANTIZED
@@ -236,6 +246,7 @@ def is_quantized(name: str) -> bool:
 
 def _quantized(name: str, weight: Tensor, mode: str, divided: bool) -> dict[str, Tensor]:
     """The parameters of a layer quantized under a mode; where ranks hold some of its columns each, as if it were whole."""
+    check_finite(name, weight)
     stem = name.removesuffix(".weight")
     mode = "int8" if stem == "output" else mode
     by_columns = divided and mode == "int8" and stem.endswith((".wo", ".w2"))
@@ -395,10 +406,15 @@ class CheckpointWriter:
         return found
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Append one tensor, brought to a dtype and quantized where it is to be; it is kept until its shard is full."""
+        """Append one tensor, brought to a dtype and quantized where it is to be; it is kept until its shard is full.
+
+        Raises:
+            UserError: it holds numbers that are none, or too big for the dtype.
+        """
         if self.tied and name == "output.weight":
             return
         source, tensor = tensor, tensor if dtype is None else tensor.to(dtype)
+        check_finite(name, tensor)
         parts, anew = {name: tensor.contiguous()}, self.quantization != "none" and is_quantized(name)
         if anew:
             parts = _quantized(name, tensor, self.quantization, divided=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ LAYER_NAMES = {
 }
 TOP_NAMES = {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight", "lm_head.weight": "output.weight"}
 PARTS = {"wqkv": 3, "w13": 2}  # weights that are made of several; all others are one
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names the dtypes of weights that aren't quantized
 DERIVED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$|attn\.bias$")  # buffers that old exports carry along
 
 
@@ -77,8 +80,8 @@ def plan(sources: dict[str, Path], config: Config) -> dict[str, list[tuple[str, 
     return {ours: [got[i] for i in sorted(got)] for ours, got in parts.items()}
 
 
-def steps_of(source: Path, config: Config) -> list[checkpoint.Step]:
-    """What it takes to convert a checkpoint. Raises UserError where it is incomplete, or converted already."""
+def sources_of(source: Path) -> tuple[dict[str, Path], dict[str, int]]:
+    """The file and the bytes of each weight of a checkpoint. Raises UserError where it is incomplete, quantized or converted."""
     sources: dict[str, Path] = {}
     sizes: dict[str, int] = {}
     for path in checkpoint.weight_files(source):
@@ -88,7 +91,26 @@ def steps_of(source: Path, config: Config) -> list[checkpoint.Step]:
             for name in shard.keys():
                 if name in sources:
                     raise UserError(f"{path} and {sources[name]} both hold {name!r}; remove the one that doesn't belong")
+                dtype = shard.get_slice(name).get_dtype()
+                if our_name(name) is not None and dtype not in FLOATS:  # numbers without a meaning but for their steps
+                    raise UserError(
+                        f"{path}: {name} is {dtype}, so the checkpoint is quantized already; convert the one it was made from"
+                    )
                 sources[name], sizes[name] = path, checkpoint.bytes_in(shard, name)
+    return sources, sizes
+
+
+def has_own_head(sources: dict[str, Path]) -> bool:
+    """Whether a checkpoint whose configuration ties its output projection to its embeddings has another one none the less."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if embedding not in sources or head not in sources:
+        return False
+    tied = read_parts([(embedding, sources[embedding])])
+    return not torch.equal(read_parts([(head, sources[head])]).to(tied.dtype), tied)
+
+
+def steps_of(sources: dict[str, Path], sizes: dict[str, int], config: Config) -> list[checkpoint.Step]:
+    """What it takes to convert a checkpoint. Raises UserError where a part of a fused weight is missing."""
     return [
         checkpoint.Step(ours, sum(sizes[name] for name, _ in made_of), functools.partial(read_parts, made_of))
         for ours, made_of in plan(sources, config).items()
@@ -112,15 +134,20 @@ def convert(source: Path, target: Path, dtype: torch.dtype | None, quantization:
         quantization: ``none`` or one of ``linear.MODES``.
 
     Raises:
-        UserError: the source is incomplete or of an unknown architecture, ``target`` is a checkpoint already, or the disk is full.
+        UserError: the source is incomplete, quantized or of an unknown architecture, a weight doesn't fit into the dtype,
+            ``target`` is a checkpoint already, or the disk is full.
     """
-    config = checkpoint.load_config(source)
-    steps = steps_of(source, config)
+    config, raw = checkpoint.load_config(source), read_json(source / "config.json")
+    sources, sizes = sources_of(source)
+    if config.tie_embeddings and has_own_head(sources):  # the weights know better
+        config, raw = dataclasses.replace(config, tie_embeddings=False), raw | {"tie_word_embeddings": False}
+        print(f"{source}: config.json ties the output to the embeddings; its own lm_head.weight is kept", file=sys.stderr)
+    steps = steps_of(sources, sizes, config)
     stamps = checkpoint.stamps(source)
     shard_bytes = min(checkpoint.SHARD_BYTES, max(size for _, size, _ in stamps))
     writer = checkpoint.CheckpointWriter(target, config.tie_embeddings, quantization, [*stamps, str(dtype)], shard_bytes)
     checkpoint.copy_side_files(source, target)
-    checkpoint.stream_checkpoint(writer, steps, read_json(source / "config.json"), dtype)
+    checkpoint.stream_checkpoint(writer, steps, raw, dtype)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import functools
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -42,6 +42,7 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LONGEST_RUN = 25_000  # characters of white space, or of none, beyond which Llama 3's own code cuts a text before it splits it
 LLAMA3_CONTROL = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
     "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>",
@@ -451,20 +452,35 @@ def _from_tiktoken(path: Path, settings: dict[str, Any]) -> Vocabulary:
             )
         special = {name: len(ranks) + n for n, name in enumerate(LLAMA3_CONTROL)}
         ends = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
-    encoding = tiktoken.Encoding(path.name, pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=special | added)
+    encoding = tiktoken.Encoding(path.name, pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens={})
     pieces: list[bytes | None] = [None] * (max(ranks.values()) + 1)
     for token, i in ranks.items():
         pieces[i] = token
-    _place(pieces, special | added)
-    readable = {False: set(added), True: set(special | added)}
+    ids = special | added
+    _place(pieces, ids)
+    matched = {False: _any_of(added), True: _any_of(ids)}
 
     def encode(text: str, special: bool) -> list[int]:
-        return encoding.encode(text, allowed_special=readable[special], disallowed_special=())
+        out: list[int] = []
+        for n, part in enumerate(matched[special].split(text)):
+            if n % 2:
+                out.append(ids[part])
+            else:
+                out += [i for stretch in _stretches(part) for i in encoding.encode_ordinary(stretch)]
+        return out
 
     bos = "<|begin_of_text|>" if "<|begin_of_text|>" in special else None
-    return Vocabulary(
-        encode, pieces, special, frozenset((special | added).values()), False, bos=bos, ends=ends, adds_bos=bos is not None
-    )
+    return Vocabulary(encode, pieces, special, frozenset(ids.values()), False, bos=bos, ends=ends, adds_bos=bos is not None)
+
+
+def _stretches(text: str) -> Iterator[str]:
+    """A text, cut where a run of white space, or of none, gets too long for the library's regular expressions."""
+    start = 0
+    for run in re.finditer(r"\s+|\S+", text if len(text) > LONGEST_RUN else ""):
+        for end in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+            yield text[start:end]
+            start = end
+    yield text[start:]
 
 
 def _added_tokens(settings: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
