@@ -64,7 +64,8 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     k = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
     values, ids = logits.topk(k, -1)
     p = values.softmax(-1)
-    values = values.masked_fill(p.cumsum(-1) - p >= sampling.top_p, -math.inf)
+    if sampling.top_p < 1:  # or the sum's rounding would cut the last of very many tokens
+        values = values.masked_fill(p.cumsum(-1) - p >= sampling.top_p, -math.inf)
     return torch.full_like(logits, -math.inf).scatter(-1, ids, values)
 
 
@@ -77,7 +78,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     sums = weights.cumsum(-1).cummax(-1).values  # a parallel sum may fall back by a rounding
     total = sums[-1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))  # the product may round up to the total
-    return torch.searchsorted(sums, torch.minimum(uniform * total, below_total), right=True)
+    at = torch.searchsorted(sums, torch.minimum(uniform * total, below_total), right=True)
+    return at.clamp(max=len(weights) - 1)  # were they no numbers, the search would end behind the last
 
 
 class Note(NamedTuple):
@@ -259,8 +261,10 @@ class Engine:
         """
         if not prompt:
             raise UserError("the prompt is empty; there must be at least one token to continue from")
-        if not 0 <= min(prompt) <= max(prompt) < self.target.config.vocab_size:
-            raise UserError(f"token {max(prompt)} is beyond the target's vocabulary of {self.target.config.vocab_size}")
+        V = self.target.config.vocab_size
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < V:
+                raise UserError(f"token {token} is beyond the target's vocabulary of {V}")
         if len(prompt) > self.max_len:
             raise UserError(f"the prompt has {len(prompt)} tokens; there is room for {self.max_len}")
         self.generator.manual_seed(self.sampling.seed if seed is None else seed)
@@ -274,7 +278,8 @@ class Engine:
     def round(self, M: int, bucket: int) -> None:
         """Draft M, verify, accept, commit; leaves the outcome in ``result``. ``bucket``: positions of the caches to read.
 
-        ``result`` begins with [n, the n + 1 committed tokens and rubbish up to M + 1, M standard flags, M rule flags].
+        ``result`` begins with [n, the n + 1 committed tokens and rubbish up to M + 1, M standard flags, M rule flags]; n is -1, and
+        nothing is committed, where the target's logits are no numbers.
         """
         self.watch.mark("start")
         uniform = None
@@ -290,12 +295,12 @@ class Engine:
             logits, judge = self.target.logits(states)
             log_p = log_probabilities(logits[:-1], read[1:]) if judge is not None and self.verify == "judge" else None
             logits = warp(logits, self.sampling)
-            best = logits.argmax(-1)
+            top, best = logits.max(-1)
         else:
             local, judge = self.target.local_logits(states)
             # at each place what was drafted there; at the last nothing was
             drafted = torch.cat((read[1:], read[:1])) if self.verify == "judge" else None
-            best, log_p = best_and_log_p(local, self.target.ranks, self.target.config.vocab_size, drafted)
+            best, top, log_p = best_and_log_p(local, self.target.ranks, self.target.config.vocab_size, drafted)
             logits, log_p = None, log_p[:-1]
         self.watch.mark("verify")
         if M:
@@ -306,6 +311,9 @@ class Engine:
         else:
             self.result[0] = 0
             self.result[1:2] = self._choose(best, logits, uniform)
+        # -1 where a place that counts has no likeliest token, for its logits are no numbers
+        unsound = (~top.isfinite() & (self.ahead[: M + 1] <= self.result[0])).any()
+        self.result[0] = torch.where(unsound, -1, self.result[0])
         if self.target.ranks.size > 1:
             agree(self.result, self.check_ranks)
         if self.trace is not None and logits is not None:
@@ -386,6 +394,9 @@ class Engine:
         """Run rounds on a prefilled text of ``length`` tokens until ``max_len``, one for each step of the iterator.
 
         Rounds that were launched ahead when the caller leaves are lost; they change nothing that a later text reads.
+
+        Raises:
+            UserError: the target's logits are no numbers.
         """
         flying: deque[Flight] = deque()
         while length < self.max_len:
@@ -395,6 +406,9 @@ class Engine:
             flight = flying.popleft()
             (n, *values), ms, trace = flight.outcome()
             M = flight.M
+            if n < 0:
+                where = f"the target's logits behind token {length}"
+                raise UserError(f"{where} are no numbers: its weights are damaged, or too big for this --dtype")
             if self.pace is not None:
                 self.pace.saw(n, M)
             standard = values[M + 1 : 2 * M + 1]

@@ -262,6 +262,39 @@ def test_a_round_keeps_its_buffers():
         assert addresses() == before
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, top_k=5, top_p=0.9)])
+@pytest.mark.parametrize("verify", [None, "standard", "judge", "topk"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_target_whose_logits_are_no_numbers_is_told(sampling, verify, bad):
+    target = tiny()
+    target.fuse_judge(torch.ones(48), 50.0, "post_norm")
+    target.norm.weight[3] = bad
+    draft = None if verify is None else tiny(seed=1)
+    engine = Engine(target, draft, draft_len=4, verify=verify or "standard", threshold=2 if verify == "topk" else 0.5,
+                    sampling=sampling, max_len=60)  # fmt: skip
+    with pytest.raises(UserError, match="behind token 8 are no numbers"):
+        engine.complete(PROMPT, 10)
+    target.norm.weight[3] = 1.0
+    assert len(engine.complete(PROMPT, 10)) == 10  # nothing was spoilt
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)])
+def test_a_draft_whose_logits_are_no_numbers_changes_no_text(sampling):
+    target, draft = tiny(), tiny(seed=1)
+    draft.norm.weight[3] = float("nan")
+    tokens, who = decode(Engine(target, draft, draft_len=4, sampling=sampling, max_len=60), PROMPT, 30)
+    assert len(tokens) == 30
+    if sampling.temperature == 0:
+        assert is_greedy(target, PROMPT, tokens)
+    else:
+        assert set(who) == {"target"}
+
+
+def test_no_top_p_keeps_every_token_of_a_large_vocabulary():
+    logits = torch.randn(1, 128256, generator=torch.Generator().manual_seed(0))
+    assert warp(logits, Sampling(1.0, top_k=128000)).isfinite().sum() == 128000
+
+
 def test_sampling_is_repeatable_and_follows_the_seed():
     engine = Engine(tiny(), tiny(seed=1), draft_len=4, sampling=Sampling(1.0, seed=3), max_len=90)
     first, again, other = (decode(engine, PROMPT, 60, seed)[0] for seed in (None, 3, 4))

@@ -11,10 +11,11 @@ import pytest
 import tokenizers
 import torch
 from conftest import ROOT, tiny
+from naive import is_greedy
 from safetensors.torch import load_file, save_file
 from test_cli import last_json, run, write_checkpoint
 from test_convert_hf_checkpoint import hf_model
-from test_engine import PROMPT, Letters, decode, is_greedy
+from test_engine import PROMPT, Letters, decode
 from test_tokenizer import CONTROL, KINDS, make_json, make_spm, make_tiktoken
 
 import checkpoint
