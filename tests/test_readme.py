@@ -1,0 +1,85 @@
+"""The documents keep their word: commands are understood, files that are linked exist, options are listed, the example runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import commands
+import pytest
+import torch
+from conftest import ROOT
+from test_cli import write_checkpoint
+
+import checkpoint
+from errors import UserError
+from judge import Head
+
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def lines_of(page):
+    """The command lines in a page's blocks and in its code spans."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^ *```\n(.*?)^ *```", text, re.M | re.S)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S))
+    for line in [line for block in blocks for line in block.splitlines()] + spans:
+        yield line.split(" #")[0].strip()
+
+
+def commands_of(page):
+    """(program, its arguments) of every line that runs one of ours."""
+    for line in lines_of(page):
+        found = re.search(r"(?:^|=\S+ |\) )(?:python|torchrun)((?: --nproc\S+)*) ((?:scripts/)?\w+\.py)\b(.*)", line)
+        if found and page != "docs/commands.md":
+            yield found[2], re.sub(r"\[.*?\]|…|\.\.\.", "", found[3]).strip()
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) > 30
+
+
+@pytest.mark.parametrize("program, argv", COMMANDS)
+def test_a_command_of_the_documents_is_understood(program, argv):
+    assert (ROOT / program).is_file()
+    if "--help" not in argv:
+        commands.parse(ROOT / program, shlex.split(argv))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_is_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert link.startswith("https://") or ((ROOT / page).parent / link).exists(), link
+    for name in re.findall(r"`((?:scripts|tests|docs|demo)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_list_of_options_is_todays():
+    written = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert {path.relative_to(ROOT).as_posix() for path in commands.command_files()} == set(re.findall(r"^## (\S+)", written, re.M))
+    assert commands.document().split() == written.split(), "python scripts/commands.py writes it anew"
+
+
+def test_what_parses_nothing_is_no_command(tmp_path):
+    (tmp_path / "quiet.py").write_text("x = 1\n")
+    with pytest.raises(UserError, match="parses no command line"):
+        commands.parse(tmp_path / "quiet.py", [])
+
+
+def test_the_library_example_runs(tmp_path, monkeypatch, capsys):
+    """As it stands, on tiny models of these names."""
+    write_checkpoint(tmp_path / "checkpoints" / "Tiny-8B", max_position_embeddings=1024)
+    write_checkpoint(tmp_path / "checkpoints" / "Tiny-1B", seed=1, num_hidden_layers=1, max_position_embeddings=1024)
+    for name in ("Tiny-8B", "Tiny-1B"):
+        (tmp_path / "checkpoints" / name / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    mark = checkpoint.fingerprint(tmp_path / "checkpoints" / "Tiny-8B")
+    Head(torch.randn(48), 0.0, "post_norm", "Tiny-8B", mark).save(tmp_path / "head.pt")
+    monkeypatch.chdir(tmp_path)
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert len(example) == 1
+    exec(compile(example[0], "README.md", "exec"), {})
+    assert capsys.readouterr().out.count("\n") >= 1
