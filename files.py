@@ -22,7 +22,7 @@ def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")
@@ -37,7 +37,7 @@ def _parse_lines(path: Path, data: bytes, parse: Callable[[Any], T]) -> list[T]:
             if not isinstance(row, dict):
                 raise ValueError(f"it should be a JSON object, not a {type(row).__name__}")
             rows.append(parse(row))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else error
             raise UserError(f"{path}, line {number}: {what}") from None
     return rows
