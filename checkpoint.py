@@ -31,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
-from files import read_json, replacing, write_text
+from files import read_json, remove, replacing, write_text
 from judge import Head, load_head
 from linear import MODES, QUANTIZED, choose, quantized
 from model import Config, Transformer, rope_inverse_frequencies
@@ -476,7 +476,7 @@ class CheckpointWriter:
     def _resume(self) -> list[tuple[Path, list[str]]]:
         """The finished shards, in order; files that don't belong to them are removed if they are this program's."""
         for stale in [*self.folder.glob("*.partial"), *self.folder.glob("model.safetensors.index.json")]:
-            stale.unlink()
+            remove(stale)
         found = list[tuple[Path, list[str]]]()
         for path in sorted(self.folder.glob("*.safetensors")):
             number = re.match(r"model-(\d+)", path.name)
