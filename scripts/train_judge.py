@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import checkpoint
 from errors import Parser, UserError, run_cli
-from files import check_writable, replacing
+from files import check_writable, remove, replacing
 from judge import (
     KINDS,
     LABEL_RULES,
@@ -42,6 +42,7 @@ THRESHOLDS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
 
 def cached_states(path: Path, key: str) -> Tensor | None:
     """The states that an earlier run wrote for the same ``key``, undamaged."""
+    remove(path.with_name(path.name + ".partial"))  # of one that was killed
     try:
         with safe_open(path, framework="pt") as file:
             metadata, states = file.metadata() or {}, file.get_tensor("states")
