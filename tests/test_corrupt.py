@@ -224,6 +224,17 @@ def test_a_shard_of_another_conversion_is_refused(good, tmp_path):
             answer(folder)
 
 
+@pytest.mark.parametrize("key, value, words", [
+    ("num_hidden_layers", 2**40, "n_layers = 1099511627776, but there are only 21 weights"), ("vocab_size", 2**62, "sizes that no"),
+    ("rope_theta", 1e-300, "no finite frequencies"),
+])  # fmt: skip
+def test_what_no_model_has_is_told_at_once(good, tmp_path, key, value, words):
+    folder = fresh(good["none"][0], tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps({**hf_config("llama3", vocab_size=V), key: value}))
+    with pytest.raises(UserError, match=words):
+        checkpoint.load_model(folder, torch.float32)
+
+
 def test_weights_that_are_no_numbers_are_refused(tmp_path):
     weights = dict(tiny(vocab_size=V).state_dict())
     weights["layers.1.wo.weight"] = weights["layers.1.wo.weight"].clone().index_fill_(0, torch.tensor([3]), float("nan"))
