@@ -17,9 +17,10 @@ import resource
 import secrets
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +31,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
-from files import read_json, replacing, write_text
+from files import read_json, remove, replacing, write_text
 from judge import Head, load_head
 from linear import MODES, QUANTIZED, choose, quantized
-from model import Config, Transformer
+from model import Config, Transformer, rope_inverse_frequencies
+from tokenizer import FILES as TOKENIZER_FILES
 from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from tp import Ranks, largest, ranges, same, together, world
 
@@ -41,6 +43,8 @@ ROOT = Path("checkpoints")
 LAYOUT = "fused-1"  # in every weight file's metadata: these names, q/k/v and gate/up fused, half-split RoPE
 SHARD_BYTES = 4 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the dtypes, in safetensors' names, that a weight which isn't quantized may have
+KEPT_AS = {torch.int8: "I8", torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}  # and those of one that is
 SIDE_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -78,7 +82,10 @@ def load_config(folder: Path) -> Config:
     """The model's configuration. Raises UserError with the folder's name in front."""
     raw = read_json(folder / "config.json")
     try:
-        return Config.from_hf(raw)
+        config = Config.from_hf(raw)
+        if not bool(rope_inverse_frequencies(replace(config, head_dim=256)).isfinite().all()):  # its own may be absurd yet
+            raise UserError(f"config.json gives rope_theta = {config.rope_theta!r}, with which RoPE has no finite frequencies")
+        return config
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:  # a value of another type
@@ -93,6 +100,8 @@ def open_shard(path: Path) -> Iterator[Any]:
             yield shard
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error}") from None
     except SafetensorError as error:
         size = path.stat().st_size
         raise UserError(f"{path} ({size:,} bytes) is damaged or cut short: {error}; fetch or convert it again") from None
@@ -109,6 +118,9 @@ def weight_files(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index} has no weight_map")
+        strange = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
+        if strange:
+            raise UserError(f"{index}: its weight_map names {strange[0]!r}, which is no file of {folder}")
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = sorted(folder.glob("model*.safetensors"))
@@ -133,46 +145,82 @@ class Source(NamedTuple):
     files: dict[str, Path]
     shapes: dict[str, tuple[int, ...]]
     quantization: str  # none or one of linear.MODES
+    sums: dict[str, int]  # each weight's checksum; none in files written before there were any
+
+
+def facts(path: Path, metadata: dict[str, str], key: str) -> dict[str, Any]:
+    """A JSON object in a weight file's metadata, {} where there is none."""
+    try:
+        value = json.loads(metadata.get(key, "{}"))
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged: its metadata's {key} can't be read; convert it again")
+    return value
+
+
+def meta_weights(folder: Path, config: Config, weights: int, quantization: str = "none") -> dict[str, Tensor]:
+    """A configuration's weights on the meta device.
+
+    Args:
+        folder: the checkpoint's, for the message.
+        weights: how many there are to fill them, so that an absurd number of layers is told and not built.
+
+    Raises:
+        UserError: the configuration can't be that of any weights.
+    """
+    if config.n_layers > weights:
+        raise UserError(f"{folder}: config.json gives n_layers = {config.n_layers}, but there are only {weights} weights")
+    try:
+        with torch.device("meta"):
+            return Transformer(config, quantization=quantization).state_dict()
+    except (RuntimeError, OverflowError, TypeError):  # sizes whose product no tensor can have
+        raise UserError(f"{folder}: config.json gives sizes that no model has") from None
 
 
 def open_source(folder: Path, config: Config) -> Source:
     """Look at a checkpoint's headers.
 
     Raises:
-        UserError: a file is missing, cut short or of another layout; a weight is missing, left over or of another shape than
-            the configuration says; the files are quantized in different ways.
+        UserError: a file is missing, cut short or of another layout; a weight is missing, left over or of another shape or dtype
+            than the configuration says; the files are quantized in different ways, or not of one conversion.
     """
-    files: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    kept = dict[Path, str]()
+    files, shapes, dtypes, sums = dict[str, Path](), dict[str, tuple[int, ...]](), dict[str, str](), dict[str, int]()
+    kept, runs = dict[Path, str](), dict[Path, str | None]()
     for path in weight_files(folder):
         with open_shard(path) as shard:
             metadata = shard.metadata() or {}
             _check_layout(path, metadata, list(shard.keys()))
-            kept[path] = metadata.get("quantization", "none")
+            kept[path], runs[path] = metadata.get("quantization", "none"), metadata.get("run")
+            sums |= facts(path, metadata, "crc32")
             for name in shard.keys():
                 if name in files:
                     raise UserError(f"{path} and {files[name]} both hold {name!r}; remove the one that doesn't belong")
-                files[name], shapes[name] = path, tuple(shard.get_slice(name).get_shape())
-    quantization = next(iter(kept.values()))
+                rows = shard.get_slice(name)
+                files[name], shapes[name], dtypes[name] = path, tuple(rows.get_shape()), rows.get_dtype()
+    first, quantization = next(iter(kept.items()))
     for path, mode in kept.items():
         if mode != quantization:
-            raise UserError(f"{path} is of quantization {mode}, but {next(iter(kept))} of {quantization}")
+            raise UserError(f"{path} is of quantization {mode}, but {first} of {quantization}")
         if mode not in ("none", *MODES):
             raise UserError(f"{path} is of quantization {mode!r}; known are none, {', '.join(MODES)}")
-    with torch.device("meta"):
-        wanted = {name: tuple(t.shape) for name, t in Transformer(config, quantization=quantization).state_dict().items()}
+        if runs[path] != runs[first]:
+            raise UserError(f"{path} and {first} were not written by one conversion; convert the checkpoint again")
+    wanted = meta_weights(folder, config, len(files), quantization)
     if config.tie_embeddings and quantization == "none":
         del wanted["output.weight"]  # the same memory as embed.weight
     for name, path in files.items():
         if name not in wanted:
             raise UserError(f"{path} holds {name!r}, which a {config.architecture} of this configuration doesn't have")
-        if shapes[name] != wanted[name]:
-            raise UserError(f"{path}: {name} is {shapes[name]}, but config.json makes it {wanted[name]}")
+        if shapes[name] != tuple(wanted[name].shape):
+            raise UserError(f"{path}: {name} is {shapes[name]}, but config.json makes it {tuple(wanted[name].shape)}")
+        floats = wanted[name].is_floating_point() and not name.endswith(".scale")
+        if dtypes[name] not in (ITEM_BYTES if floats else [KEPT_AS[wanted[name].dtype]]):
+            raise UserError(f"{path}: {name} is of dtype {dtypes[name]}, which it can't be")
     missing = sorted(set(wanted) - set(files))
     if missing:
         raise UserError(f"{folder} lacks {len(missing)} of {len(wanted)} weights: {', '.join(missing[:3])}")
-    return Source(files, shapes, quantization)
+    return Source(files, shapes, quantization, sums)
 
 
 def load_model(
@@ -201,6 +249,8 @@ def load_model(
     # the largest first: what turning one into its form takes beside it is then gone before the most is held
     for name in sorted(source.files, key=lambda name: (-math.prod(source.shapes[name]), name)):
         tensor = read_part(source, name, config, ranks)
+        if anew or tensor.dim() == 1 or name.endswith(".scale"):  # all others would have to be read for it
+            check_finite(f"{source.files[name]}: {name}", tensor)
         if anew and name == "embed.weight" and config.tie_embeddings:
             found |= _quantized("output.weight", tensor.to(device), kept, False)
         if anew and is_quantized(name):
@@ -234,7 +284,7 @@ def form_of(folder: Path, quantization: str, wanted: str) -> str:
 
 def check_finite(name: str, weight: Tensor) -> None:
     """Raises UserError for a weight that holds infinities or what is no number: a model of it would answer, with rubbish."""
-    if weight.is_floating_point() and not all(bool(end.isfinite()) for end in weight.aminmax()):
+    if weight.is_floating_point() and not all(bool(end.isfinite()) for end in weight.aminmax()):  # at memory's speed
         dtype = str(weight.dtype).removeprefix("torch.")
         raise UserError(f"{name} holds numbers beyond {dtype}'s range, or none at all: choose another --dtype, or fetch it again")
 
@@ -242,6 +292,17 @@ def check_finite(name: str, weight: Tensor) -> None:
 def is_quantized(name: str) -> bool:
     """Whether this is the weight of a layer that quantization changes."""
     return name.endswith(".weight") and name.split(".")[-2] in QUANTIZED
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a weight's bytes: twice as quick as a cryptographic hash, and accidents are all that is looked for."""
+    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data)
+
+
+def check_sum(source: Source, name: str, tensor: Tensor) -> None:
+    """Raises UserError where a whole weight, as it was read, is not what was written."""
+    if name in source.sums and checksum(tensor) != source.sums[name]:
+        raise UserError(f"{source.files[name]} is damaged: {name} is not what was written; convert it again")
 
 
 def _quantized(name: str, weight: Tensor, mode: str, divided: bool) -> dict[str, Tensor]:
@@ -266,6 +327,25 @@ def read_part(source: Source, name: str, config: Config, ranks: Ranks = Ranks())
         return torch.cat([rows[a:b] if dim == 0 else rows[:, a:b] for a, b in parts], dim)
 
 
+def verify(folder: Path) -> int:
+    """Read every weight of a checkpoint once and compare it with the checksum that was written with it.
+
+    Returns:
+        How many were compared: none where the files were written before there were checksums.
+
+    Raises:
+        UserError: naming the first that differs, or what ``open_source`` says; some have a checksum and some not.
+    """
+    config = load_config(folder)
+    source = open_source(folder, config)
+    unknown = sorted(source.files.keys() - source.sums.keys())
+    if source.sums and unknown:
+        raise UserError(f"{source.files[unknown[0]]} is damaged: it has no checksum of {unknown[0]}; convert it again")
+    for name in tqdm(source.files, desc=str(folder), unit="weight"):
+        check_sum(source, name, read_part(source, name, config))
+    return len(source.sums)
+
+
 def _check_layout(path: Path, metadata: dict[str, str], keys: list[str]) -> None:
     if metadata.get("layout") != LAYOUT:
         if any(key.startswith("model.") for key in keys):
@@ -286,10 +366,10 @@ def fingerprint(folder: Path) -> str:
     files carry samples of what they were made from.
     """
     parts: dict[str, str] = {}
-    for path in weight_files(folder):
+    for path in sorted({*open_source(folder, load_config(folder)).files.values()}):
         with open_shard(path) as shard:
             metadata = shard.metadata() or {}
-            samples = json.loads(metadata.get("samples", "{}"))
+            samples = facts(path, metadata, "samples")
             parts |= samples
             for name in shard.keys():
                 anew = metadata.get("quantization", "none") != "none" and (is_quantized(name) or name.endswith(".scale"))
@@ -339,12 +419,27 @@ def find_pair(target: str, draft: str | None = None, judge: Path | None = None) 
     """
     with together():
         folder, other = find_checkpoint(target), None
-        context, tokenizer = load_config(folder).max_seq_len, load_tokenizer(folder)
+        context, tokenizer = _context_and_tokenizer(folder)
         if draft is not None:
             other = find_checkpoint(draft)
-            context = min(context, load_config(other).max_seq_len)
-            check_same_vocabulary(tokenizer, load_tokenizer(other), str(folder), str(other))
+            room, theirs = _context_and_tokenizer(other)
+            context = min(context, room)
+            check_same_vocabulary(tokenizer, theirs, str(folder), str(other))
         return Pair(folder, other, head_for(folder, judge) if judge is not None else None, tokenizer, context)
+
+
+def _context_and_tokenizer(folder: Path) -> tuple[int, Tokenizer]:
+    """A checkpoint's context and tokenizer.
+
+    Raises:
+        UserError: the tokenizer has more learned tokens than the model: it is another model's. Added ones may lie beyond the
+            model's, as some checkpoints' padding token does.
+    """
+    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    beyond = range(config.vocab_size, tokenizer.n_tokens)
+    if any(tokenizer.token_bytes(i) is not None and i not in tokenizer.vocabulary.added for i in beyond):
+        raise UserError(f"{folder}: the tokenizer has {tokenizer.n_tokens} tokens, but the model {config.vocab_size}")
+    return config.max_seq_len, tokenizer
 
 
 def head_for(target: Path, path: Path) -> Head:
@@ -386,7 +481,7 @@ class CheckpointWriter:
     def _resume(self) -> list[tuple[Path, list[str]]]:
         """The finished shards, in order; files that don't belong to them are removed if they are this program's."""
         for stale in [*self.folder.glob("*.partial"), *self.folder.glob("model.safetensors.index.json")]:
-            stale.unlink()
+            remove(stale)
         found = list[tuple[Path, list[str]]]()
         for path in sorted(self.folder.glob("*.safetensors")):
             number = re.match(r"model-(\d+)", path.name)
@@ -430,7 +525,9 @@ class CheckpointWriter:
     def _flush(self) -> None:
         path = self.folder / f"model-{len(self.shards) + 1:05d}.safetensors"
         names = list(self.pending)
-        write_tensors(path, self.pending, quantization=self.quantization, run=self.run, samples=json.dumps(self.samples))
+        sums = json.dumps({name: checksum(tensor) for name, tensor in self.pending.items()})
+        samples = json.dumps(self.samples)
+        write_tensors(path, self.pending, quantization=self.quantization, run=self.run, samples=samples, crc32=sums)
         self.shards.append((path, names))
         self.pending, self.samples = {}, {}
 
@@ -476,9 +573,6 @@ def save_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Ten
     writer.close(config)
 
 
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-
-
 def bytes_in(shard: Any, name: str) -> int:
     """Bytes of a weight in an open file, from its header alone."""
     rows = shard.get_slice(name)
@@ -503,9 +597,8 @@ def stream_checkpoint(writer: CheckpointWriter, steps: list[Step], config: dict[
         UserError: the weights are not those of the configuration; the disk has no room for what is still to come, or gets full.
     """
     todo = [step for step in steps if step.name not in writer.done]
-    with torch.device("meta"):
-        shapes = {name: tuple(t.shape) for name, t in Transformer(Config.from_hf(config)).state_dict().items()}
-        whole = Transformer(Config.from_hf(config), quantization=writer.quantization).state_dict()
+    shapes = {name: tuple(t.shape) for name, t in meta_weights(writer.folder, Config.from_hf(config), len(steps)).items()}
+    whole = meta_weights(writer.folder, Config.from_hf(config), len(steps), writer.quantization)
     missing = sorted(set(shapes) - {step.name for step in steps} - ({"output.weight"} if writer.tied else set()))
     left_over = sorted({step.name for step in steps} - set(shapes))
     if missing or left_over:
@@ -529,6 +622,8 @@ def stream_checkpoint(writer: CheckpointWriter, steps: list[Step], config: dict[
             tensor = step.read()
             if tuple(tensor.shape) != shapes[step.name]:
                 raise UserError(f"{step.name} is {tuple(tensor.shape)}, but config.json makes it {shapes[step.name]}")
+            if not tensor.is_floating_point():
+                raise UserError(f"the source's {step.name} is of dtype {tensor.dtype}, which isn't a weight's")
             writer.add(step.name, tensor, dtype)
             bar.update(step.bytes)
     writer.close(config)
@@ -541,8 +636,20 @@ def peak_memory() -> int:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files and generation_config.json."""
+    """Copy the tokenizer's files and generation_config.json.
+
+    Raises:
+        UserError: the source's can't be read, which is better known before hours of work; the target has one that the source
+            lacks, as an interrupted conversion of another model may have left it.
+    """
+    if any(path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):  # a source may be weights alone
+        _context_and_tokenizer(source)
     target.mkdir(parents=True, exist_ok=True)
-    for path in [source / name for name in SIDE_FILES] + sorted(source.glob("*.tiktoken")):
-        if path.is_file():
-            shutil.copyfile(path, target / path.name)
+    theirs, found = (
+        {path.name for path in [folder / name for name in SIDE_FILES] + sorted(folder.glob("*.tiktoken")) if path.is_file()}
+        for folder in (source, target)
+    )
+    for name in sorted(found - theirs):
+        raise UserError(f"{target / name} is not of {source}, which has no such file; remove it or choose another folder")
+    for name in sorted(theirs):
+        shutil.copyfile(source / name, target / name)

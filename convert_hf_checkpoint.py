@@ -123,6 +123,8 @@ def read_parts(parts: list[tuple[str, Path]]) -> Tensor:
     for name, path in parts:
         with checkpoint.open_shard(path) as shard:
             tensors.append(shard.get_tensor(name))
+    if len({tensor.shape[1:] for tensor in tensors}) > 1:
+        raise UserError(f"{', '.join(name for name, _ in parts)} of {parts[0][1].parent} have shapes that don't fit together")
     return torch.cat(tensors)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")
@@ -37,7 +38,7 @@ def _parse_lines(path: Path, data: bytes, parse: Callable[[Any], T]) -> list[T]:
             if not isinstance(row, dict):
                 raise ValueError(f"it should be a JSON object, not a {type(row).__name__}")
             rows.append(parse(row))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else error
             raise UserError(f"{path}, line {number}: {what}") from None
     return rows
@@ -91,15 +92,29 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write under; when the block ends well the file gets its own, in place of any that was there."""
-    partial = path.with_name(path.name + ".partial")
+    """A name to write under; when the block ends well the file gets its own, in place of any that was there.
+
+    It is in a folder of its own: safetensors writes under yet another name first, which a kill would leave lying about.
+    """
+    folder = path.with_name(path.name + ".partial")
+    remove(folder)
+    folder.mkdir()
+    partial = folder / path.name
     try:
         yield partial
         with partial.open("rb") as file:
             os.fsync(file.fileno())  # what has the name must be whole even if the machine goes down
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        remove(folder)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import math
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -208,6 +209,9 @@ class Head:
 def load_head(path: Path) -> Head:
     """Read a head. Raises UserError when the file is missing, damaged, or not a head."""
     try:
+        with zipfile.ZipFile(path) as parts:  # which it is; PyTorch doesn't look at its checksums
+            if parts.testzip() is not None:
+                raise zipfile.BadZipFile
         raw = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"no judge head at {path}") from None
@@ -279,6 +283,8 @@ def parse_tuple(row: Any) -> Tuple:
 def parse_labelled(row: Any, tokenizer: Tokenizer) -> Labelled:
     """A row with the fields of ``Labelled``, made with this tokenizer. Raises ValueError, KeyError or TypeError."""
     item = Labelled(**{name: row[name] for name in Labelled._fields})
+    if not isinstance(item.question, str):
+        raise ValueError("the question must be text")
     tokens, places = [*item.tokens, *(token for _, token, _ in item.alternatives)], range(len(item.tokens) + 1)
     if len(item.labels) != len(item.tokens) or not all(place in places for place, _, _ in item.alternatives):
         raise ValueError(f"there must be a label for each of the {len(item.tokens)} tokens, and alternatives to them only")
@@ -307,7 +313,7 @@ def read_labels(path: Path, tokenizer: Tokenizer, label_rule: str = "span", raw:
         if "tokens" not in row:
             return tuple_examples(parse_tuple(row), tokenizer, number(row["question"]), label_rule, raw)
         item = parse_labelled(row, tokenizer)
-        made = row.get("settings", {}).get("label_rule", label_rule)
+        made = dict(row.get("settings", {})).get("label_rule", label_rule)
         if made != label_rule:
             raise ValueError(f"labelled by the rule {made!r}, not {label_rule!r}")
         prompt, question = tokenizer.encode_question(item.question, item.raw), number(item.question)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from torch import Tensor
+
 import checkpoint
 from errors import Parser, UserError, run_cli
 from files import read_json
 from linear import MODES
+from model import Config
 
 
 def quantize(source: Path, target: Path, mode: str) -> None:
@@ -24,13 +27,20 @@ def quantize(source: Path, target: Path, mode: str) -> None:
     steps = []
     for name, path in weights.files.items():
         with checkpoint.open_shard(path) as shard:
-            read = functools.partial(checkpoint.read_part, weights, name, config)
+            read = functools.partial(read_checked, weights, name, config)
             steps.append(checkpoint.Step(name, checkpoint.bytes_in(shard, name), read))
     stamps = checkpoint.stamps(source)
     shard_bytes = min(checkpoint.SHARD_BYTES, max(size for _, size, _ in stamps))
     writer = checkpoint.CheckpointWriter(target, config.tie_embeddings, mode, stamps, shard_bytes)
     checkpoint.copy_side_files(source, target)
     checkpoint.stream_checkpoint(writer, steps, read_json(source / "config.json"), None)
+
+
+def read_checked(source: checkpoint.Source, name: str, config: Config) -> Tensor:
+    """A whole weight, compared with its checksum: what is damaged now would be so in every copy."""
+    tensor = checkpoint.read_part(source, name, config)
+    checkpoint.check_sum(source, name, tensor)
+    return tensor
 
 
 def main() -> None:

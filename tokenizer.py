@@ -441,6 +441,8 @@ def _from_tiktoken(path: Path, settings: dict[str, Any]) -> Vocabulary:
             raise UserError(f"{path}, line {n}: not a token in base64 and its rank") from error
     if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
         raise UserError(f"{path}: its {len(ranks)} ranks aren't 0, 1, 2, …: damaged or cut short")
+    if not all(bytes([byte]) in ranks for byte in range(256)):  # of which the library makes what is no longer token
+        raise UserError(f"{path}: damaged: some of the 256 bytes have no rank")
     added, special = _added_tokens(settings)
     ends: tuple[str, ...] = ()
     if not special:
@@ -535,7 +537,10 @@ def _eos_ids(folder: Path, vocabulary: Vocabulary, settings: dict[str, Any]) -> 
     ids: set[int] = set()
     for file in ("generation_config.json", "config.json"):
         value = read_json(folder / file, missing_ok=True).get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        named = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(i) is not int for i in named):
+            raise UserError(f"{folder / file}: eos_token_id is {value!r}; it should be a token's id or a list of ids")
+        ids.update(named)
     names = [settings.get("eos_token"), *vocabulary.ends]
     names += [name for name in TURN_ENDS if name in (settings["chat_template"] or "")]
     return frozenset(ids | {vocabulary.special[name] for name in names if name in vocabulary.special})

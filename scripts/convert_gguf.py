@@ -23,8 +23,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint import DTYPES, CheckpointWriter, write_json
+from checkpoint import DTYPES, CheckpointWriter, check_finite, load_config, open_source, write_json
 from errors import Parser, UserError, run_cli
+from tokenizer import load_tokenizer
 
 try:
     import gguf
@@ -60,6 +61,18 @@ PRE_TOKENIZERS = {
 END_NAMES = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>")
 
 
+def bounded_reader(path: Path) -> Any:
+    """The package's reader, which by itself would go on beyond the file's end for as many items as a damaged count says."""
+
+    class Reader(gguf.GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError("a value reaches beyond the end")
+            return super()._get(offset, dtype, count, override_order)
+
+    return Reader(path)
+
+
 class GgufFile:
     """A GGUF file opened for reading: `meta`, key -> value, and `tensors`, name -> the package's tensor record.
 
@@ -74,9 +87,9 @@ class GgufFile:
             if file.read(4) != b"GGUF":
                 raise UserError(f"{path}: not a GGUF file (it doesn't begin with 'GGUF')")
         try:
-            reader = gguf.GGUFReader(path)
+            reader = bounded_reader(path)
             self.meta = {key: field.contents() for key, field in reader.fields.items()}
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
             # On a file cut short the package fails wherever its views run out of bytes.
             raise UserError(f"{path}: damaged or cut short at {path.stat().st_size} bytes ({error})") from error
         self.path = path
@@ -123,8 +136,7 @@ class GgufFile:
                 )
         except NotImplementedError as error:
             raise UserError(f"{self.path}: {name} is quantised as {tensor.tensor_type.name}, which can't be undone") from error
-        if not out.isfinite().all():
-            raise UserError(f"{self.path}: {name} holds numbers beyond {dtype}'s range, or none at all; try another --dtype")
+        check_finite(f"{self.path}: {name}", out)
         return out
 
 
@@ -209,6 +221,8 @@ def fused_names(file: GgufFile, config: dict[str, Any]) -> dict[str, list[str]]:
     Raises `UserError` if the file lacks one of them, or has one that would be left over.
     """
     names = {"embed.weight": ["token_embd.weight"]}
+    if config["num_hidden_layers"] > len(file.tensors):
+        raise UserError(f"{file.path}: {config['num_hidden_layers']} layers, but only {len(file.tensors)} tensors")
     for i in range(config["num_hidden_layers"]):
         new, old = f"layers.{i}", f"blk.{i}"
         names[f"{new}.attn_norm.weight"] = [f"{old}.attn_norm.weight"]
@@ -245,7 +259,12 @@ def fused_tensors(file: GgufFile, config: dict[str, Any], dtype: torch.dtype) ->
             part = file.load(source, dtype)
             kind = source.split(".")[-2]
             # Only the Llama architecture is stored interleaved; Qwen's rows are in half-split order already.
-            parts.append(half_split(part, heads[kind]) if file.arch == "llama" and kind in heads else part)
+            turned = file.arch == "llama" and kind in heads
+            if turned and len(part) % (2 * heads[kind]):
+                raise UserError(f"{file.path}: {source} has {len(part)} rows, which don't divide into {heads[kind]} heads")
+            parts.append(half_split(part, heads[kind]) if turned else part)
+        if len({part.shape[1:] for part in parts}) > 1:
+            raise UserError(f"{file.path}: {', '.join(sources)} have shapes that don't fit together")
         yield name, torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -351,10 +370,14 @@ def convert(source: Path, out: Path, dtype: str = "bfloat16", force: bool = Fals
     if out.exists() and not (out / "config.json").is_file():
         raise UserError(f"{out} isn't a checkpoint, so --force won't remove it")
     file = GgufFile(source)
-    config = model_config(file, dtype)
-    tokenizer, tokenizer_config, generation = convert_tokenizer(file)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        config = model_config(file, dtype)
+        tokenizer, tokenizer_config, generation = convert_tokenizer(file)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # a value of another type
+        raise UserError(f"{source}: damaged: its metadata can't be understood ({error})") from error
+    partial, old = out.with_name(out.name + ".partial"), out.with_name(out.name + ".old.partial")
+    for folder in (partial, old):
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         writer = CheckpointWriter(partial, bool(config["tie_word_embeddings"]))
         for name, tensor in fused_tensors(file, config, DTYPES[dtype]):
@@ -363,11 +386,14 @@ def convert(source: Path, out: Path, dtype: str = "bfloat16", force: bool = Fals
         write_json(partial / "tokenizer_config.json", tokenizer_config)
         write_json(partial / "generation_config.json", generation)
         writer.close(config)
-        if out.exists():
-            shutil.rmtree(out)
+        open_source(partial, load_config(partial))
+        load_tokenizer(partial)
+        if out.exists():  # moved, for a folder half removed could neither be used nor replaced
+            out.rename(old)
         partial.rename(out)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for folder in (partial, old):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:

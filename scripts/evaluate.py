@@ -175,7 +175,7 @@ def read_done(out: Path | None, signature: dict[str, Any]) -> dict[tuple[str, st
     def rows_of(path: Path) -> list[dict[str, Any]]:
         rows = resume_jsonl(path, check)
         if not rows:
-            write_jsonl(path, [signature])
+            append_jsonl(path, signature)
         return rows
 
     rows = [] if out is None else told(lambda: rows_of(out))

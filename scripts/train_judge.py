@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import checkpoint
 from errors import Parser, UserError, run_cli
-from files import check_writable, replacing
+from files import check_writable, remove, replacing
 from judge import (
     KINDS,
     LABEL_RULES,
@@ -41,12 +41,20 @@ THRESHOLDS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
 
 
 def cached_states(path: Path, key: str) -> Tensor | None:
-    """The states that an earlier run wrote for the same ``key``."""
+    """The states that an earlier run wrote for the same ``key``, undamaged."""
+    remove(path.with_name(path.name + ".partial"))  # of one that was killed
     try:
         with safe_open(path, framework="pt") as file:
-            return file.get_tensor("states") if (file.metadata() or {}).get("key") == key else None
+            metadata, states = file.metadata() or {}, file.get_tensor("states")
     except (FileNotFoundError, SafetensorError):
         return None
+    return states if metadata == {"key": key, "crc32": str(checkpoint.checksum(states))} else None
+
+
+def keep_states(path: Path, key: str, states: Tensor) -> None:
+    """Write states for ``cached_states`` to find."""
+    with replacing(path) as partial:
+        save_file({"states": states}, partial, {"key": key, "crc32": str(checkpoint.checksum(states))})
 
 
 def report(result: TrainResult, recall: float, threshold: float) -> str:
@@ -118,8 +126,7 @@ def run(args, ranks: Ranks) -> None:
     if not told(lambda: states is not None):
         states = read_states(model, examples, lambda rows: tqdm(rows, desc="states", unit="answer"))
         if ranks.rank == 0:
-            with replacing(path) as partial:
-                save_file({"states": states}, partial, {"key": key})
+            keep_states(path, key, states)
             print(f"the target's states are kept in {path}", file=sys.stderr)
     if ranks.rank:
         return

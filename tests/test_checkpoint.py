@@ -168,7 +168,7 @@ def contents(folder):
         if path.suffix != ".safetensors":
             return path.read_bytes()
         with checkpoint.open_shard(path) as shard:
-            return shard.metadata(), {name: shard.get_tensor(name).numpy().tobytes() for name in shard.keys()}
+            return shard.metadata(), {name: shard.get_tensor(name).view(torch.uint8).numpy().tobytes() for name in shard.keys()}
 
     return {path.name: of(path) for path in folder.iterdir()}
 

@@ -53,14 +53,18 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def bpe() -> Tokenizer:
+def train_bpe() -> Tokenizer:
     """A byte-level BPE of 300 tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def bpe() -> Tokenizer:
+    return train_bpe()
 
 
 @pytest.fixture(scope="session")
