@@ -1,4 +1,4 @@
-"""Where a checkpoint lies, how it is read, and how one is written.
+"""Where a checkpoint lies and how it is read, and a pair that fits together; writer.py writes one.
 
 A checkpoint is a folder: ``config.json`` (Hugging Face's form), ``model.safetensors`` or numbered shards with
 ``model.safetensors.index.json``, the tokenizer's files and ``generation_config.json``. The weights carry this project's
@@ -11,11 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import resource
-import secrets
-import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,29 +23,22 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
-from files import read_json, remove, replacing, write_text
+from files import read_json
 from judge import Head, load_head
 from linear import MODES, QUANTIZED, choose, quantized
 from model import Config, Transformer, rope_inverse_frequencies
-from tokenizer import FILES as TOKENIZER_FILES
 from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from tp import Ranks, largest, ranges, same, together, world
 
 ROOT = Path("checkpoints")
 LAYOUT = "fused-1"  # in every weight file's metadata: these names, q/k/v and gate/up fused, half-split RoPE
-SHARD_BYTES = 4 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the dtypes, in safetensors' names, that a weight which isn't quantized may have
 KEPT_AS = {torch.int8: "I8", torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}  # and those of one that is
-SIDE_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
 
 
 def find_checkpoint(name: str, root: Path = ROOT) -> Path:
@@ -252,9 +242,9 @@ def load_model(
         if anew or tensor.dim() == 1 or name.endswith(".scale"):  # all others would have to be read for it
             check_finite(f"{source.files[name]}: {name}", tensor)
         if anew and name == "embed.weight" and config.tie_embeddings:
-            found |= _quantized("output.weight", tensor.to(device), kept, False)
+            found |= quantized_parts("output.weight", tensor.to(device), kept, False)
         if anew and is_quantized(name):
-            found |= _quantized(name, tensor.to(device), kept, ranks.size > 1)
+            found |= quantized_parts(name, tensor.to(device), kept, ranks.size > 1)
         elif tensor.is_floating_point() and not name.endswith(".scale"):
             found[name] = tensor.to(device=device, dtype=dtype)
             if tensor.dtype != dtype:  # one that needs no change is mapped, and not read before it is used
@@ -305,7 +295,7 @@ def check_sum(source: Source, name: str, tensor: Tensor) -> None:
         raise UserError(f"{source.files[name]} is damaged: {name} is not what was written; convert it again")
 
 
-def _quantized(name: str, weight: Tensor, mode: str, divided: bool) -> dict[str, Tensor]:
+def quantized_parts(name: str, weight: Tensor, mode: str, divided: bool) -> dict[str, Tensor]:
     """The parameters of a layer quantized under a mode; where ranks hold some of its columns each, as if it were whole."""
     check_finite(name, weight)
     stem = name.removesuffix(".weight")
@@ -419,16 +409,16 @@ def find_pair(target: str, draft: str | None = None, judge: Path | None = None) 
     """
     with together():
         folder, other = find_checkpoint(target), None
-        context, tokenizer = _context_and_tokenizer(folder)
+        context, tokenizer = context_and_tokenizer(folder)
         if draft is not None:
             other = find_checkpoint(draft)
-            room, theirs = _context_and_tokenizer(other)
+            room, theirs = context_and_tokenizer(other)
             context = min(context, room)
             check_same_vocabulary(tokenizer, theirs, str(folder), str(other))
         return Pair(folder, other, head_for(folder, judge) if judge is not None else None, tokenizer, context)
 
 
-def _context_and_tokenizer(folder: Path) -> tuple[int, Tokenizer]:
+def context_and_tokenizer(folder: Path) -> tuple[int, Tokenizer]:
     """A checkpoint's context and tokenizer.
 
     Raises:
@@ -449,207 +439,6 @@ def head_for(target: Path, path: Path) -> Head:
     return head
 
 
-class CheckpointWriter:
-    """Write a checkpoint one tensor at a time, holding at most one output shard in memory.
-
-    Every file gets a temporary name first and is renamed when it is whole; ``close`` writes the index and then config.json,
-    which makes the folder a checkpoint. Shards that an interrupted run with the same ``run`` left are kept: ``done`` names the
-    weights in them, which need not be added again. Those of any other run are removed.
-
-    Args:
-        tied: the model's output projection is its embedding; on disk it is left out, but for a quantized one.
-        quantization: how the weights are kept: ``none`` or one of ``linear.MODES``.
-        run: what decides the files' contents, the order of the weights included; None when no run can take up from this one.
-        shard_bytes: of weights in one file, unless a weight alone has more; with the weight that comes next it is all that is
-            held in memory.
-    """
-
-    def __init__(
-        self, folder: Path, tied: bool, quantization: str = "none", run: Any = None, shard_bytes: int = SHARD_BYTES
-    ) -> None:
-        if (folder / "config.json").exists():
-            raise UserError(f"{folder} is a checkpoint already; remove it or choose another name")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.tied, self.quantization, self.shard_bytes = folder, tied, quantization, shard_bytes
-        key = [secrets.token_hex() if run is None else run, tied, quantization, shard_bytes]
-        self.run = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-        self.pending: dict[str, Tensor] = {}
-        self.samples: dict[str, str] = {}
-        self.shards = self._resume()
-        self.done = {name for _, names in self.shards for name in names}
-
-    def _resume(self) -> list[tuple[Path, list[str]]]:
-        """The finished shards, in order; files that don't belong to them are removed if they are this program's."""
-        for stale in [*self.folder.glob("*.partial"), *self.folder.glob("model.safetensors.index.json")]:
-            remove(stale)
-        found = list[tuple[Path, list[str]]]()
-        for path in sorted(self.folder.glob("*.safetensors")):
-            number = re.match(r"model-(\d+)", path.name)
-            try:
-                with open_shard(path) as shard:
-                    metadata, names = shard.metadata() or {}, list(shard.keys())
-            except UserError:
-                if number is None:
-                    raise
-                metadata, names = {"layout": LAYOUT}, []  # the machine went down while it was written
-            if metadata.get("layout") != LAYOUT:
-                raise UserError(f"{path} is not of an interrupted run of this program; choose another folder")
-            if number and metadata.get("run") == self.run and int(number[1]) == len(found) + 1:
-                found.append((path, names))
-            else:
-                path.unlink()
-        return found
-
-    def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Append one tensor, brought to a dtype and quantized where it is to be; it is kept until its shard is full.
-
-        Raises:
-            UserError: it holds numbers that are none, or too big for the dtype.
-        """
-        if self.tied and name == "output.weight":
-            return
-        source, tensor = tensor, tensor if dtype is None else tensor.to(dtype)
-        check_finite(name, tensor)
-        parts, anew = {name: tensor.contiguous()}, self.quantization != "none" and is_quantized(name)
-        if anew:
-            parts = _quantized(name, tensor, self.quantization, divided=False)
-        elif self.quantization != "none" and self.tied and name == "embed.weight":
-            parts |= _quantized("output.weight", tensor, self.quantization, divided=False)
-        size = sum(part.nbytes for part in parts.values())
-        if self.pending and sum(t.nbytes for t in self.pending.values()) + size > self.shard_bytes:
-            self._flush()
-        self.pending |= parts
-        if anew or (tensor.dtype == torch.float16 and source.dtype != torch.float16):  # whose small numbers are others
-            self.samples[name] = sample(len(source), lambda a, b: source[a:b], whole=source.dim() == 1)
-
-    def _flush(self) -> None:
-        path = self.folder / f"model-{len(self.shards) + 1:05d}.safetensors"
-        names = list(self.pending)
-        sums = json.dumps({name: checksum(tensor) for name, tensor in self.pending.items()})
-        samples = json.dumps(self.samples)
-        write_tensors(path, self.pending, quantization=self.quantization, run=self.run, samples=samples, crc32=sums)
-        self.shards.append((path, names))
-        self.pending, self.samples = {}, {}
-
-    def close(self, config: dict[str, Any]) -> None:
-        """Write what is pending, the index if there are several shards, and config.json."""
-        if self.pending:
-            self._flush()
-        n = len(self.shards)
-        weight_map, size = {}, 0
-        for i, (path, names) in enumerate(self.shards, 1):
-            final = self.folder / ("model.safetensors" if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors")
-            os.replace(path, final)
-            weight_map.update(dict.fromkeys(names, final.name))
-            size += final.stat().st_size
-        if n > 1:
-            write_json(
-                self.folder / "model.safetensors.index.json",
-                {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
-            )
-        write_json(self.folder / "config.json", config)
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
-    """Write a safetensors file under a temporary name, then rename it. Raises UserError where the disk is full."""
-    with replacing(path) as partial:
-        try:
-            save_file(tensors, partial, metadata={"format": "pt", "layout": LAYOUT, **metadata})
-        except SafetensorError as error:  # the library's own form of an OSError
-            raise UserError(f"{path} can't be written: {error}") from None
-        partial.chmod(0o644)  # the library makes it readable by its owner alone
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file under a temporary name, then rename it."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def save_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], quantization: str = "none") -> None:
-    """Write a whole checkpoint from tensors in memory, named as ``Transformer.state_dict()`` names them."""
-    writer = CheckpointWriter(folder, bool(config.get("tie_word_embeddings")), quantization)
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    writer.close(config)
-
-
-def bytes_in(shard: Any, name: str) -> int:
-    """Bytes of a weight in an open file, from its header alone."""
-    rows = shard.get_slice(name)
-    return math.prod(rows.get_shape()) * ITEM_BYTES.get(rows.get_dtype(), 1)
-
-
-class Step(NamedTuple):
-    """A weight of a checkpoint to be written: its name, the bytes it is read from, and how to get it."""
-
-    name: str
-    bytes: int
-    read: Callable[[], Tensor]
-
-
-def stream_checkpoint(writer: CheckpointWriter, steps: list[Step], config: dict[str, Any], dtype: torch.dtype | None) -> None:
-    """Write a checkpoint weight by weight, with a progress bar, and say at the end what memory it took.
-
-    Args:
-        dtype: of the weights that aren't quantized; None leaves each as it is.
-
-    Raises:
-        UserError: the weights are not those of the configuration; the disk has no room for what is still to come, or gets full.
-    """
-    todo = [step for step in steps if step.name not in writer.done]
-    shapes = {name: tuple(t.shape) for name, t in meta_weights(writer.folder, Config.from_hf(config), len(steps)).items()}
-    whole = meta_weights(writer.folder, Config.from_hf(config), len(steps), writer.quantization)
-    missing = sorted(set(shapes) - {step.name for step in steps} - ({"output.weight"} if writer.tied else set()))
-    left_over = sorted({step.name for step in steps} - set(shapes))
-    if missing or left_over:
-        what = f"lacks {missing[0]}" if missing else f"has {left_over[0]} too many"
-        raise UserError(f"the source {what}: {len(missing)} of {len(shapes)} weights are missing and {len(left_over)} left over")
-    bytes_of = {step.name: step.bytes for step in steps}
-    need = sum(
-        t.numel() * (dtype.itemsize if dtype is not None else 0) or bytes_of.get(name, 0)
-        if t.is_floating_point() and not name.endswith(".scale")
-        else t.nbytes
-        for name, t in whole.items()
-        if name not in writer.done and not (writer.tied and writer.quantization == "none" and name == "output.weight")
-    )
-    free = shutil.disk_usage(writer.folder).free
-    if need > free:
-        raise UserError(f"{writer.folder} needs {need / 1e9:.1f} GB more, and its disk has {free / 1e9:.1f} GB free")
-    total = sum(step.bytes for step in steps)
-    done = total - sum(step.bytes for step in todo)
-    with tqdm(total=total, initial=done, desc=str(writer.folder), unit="B", unit_scale=True) as bar:
-        for step in todo:
-            tensor = step.read()
-            if tuple(tensor.shape) != shapes[step.name]:
-                raise UserError(f"{step.name} is {tuple(tensor.shape)}, but config.json makes it {shapes[step.name]}")
-            if not tensor.is_floating_point():
-                raise UserError(f"the source's {step.name} is of dtype {tensor.dtype}, which isn't a weight's")
-            writer.add(step.name, tensor, dtype)
-            bar.update(step.bytes)
-    writer.close(config)
-    print(f"wrote {writer.folder}; peak memory {peak_memory() / 1e9:.2f} GB", file=sys.stderr)
-
-
 def peak_memory() -> int:
     """The most memory, in bytes, that this process has had so far, files it has mapped included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def copy_side_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files and generation_config.json.
-
-    Raises:
-        UserError: the source's can't be read, which is better known before hours of work; the target has one that the source
-            lacks, as an interrupted conversion of another model may have left it.
-    """
-    if any(path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):  # a source may be weights alone
-        _context_and_tokenizer(source)
-    target.mkdir(parents=True, exist_ok=True)
-    theirs, found = (
-        {path.name for path in [folder / name for name in SIDE_FILES] + sorted(folder.glob("*.tiktoken")) if path.is_file()}
-        for folder in (source, target)
-    )
-    for name in sorted(found - theirs):
-        raise UserError(f"{target / name} is not of {source}, which has no such file; remove it or choose another folder")
-    for name in sorted(theirs):
-        shutil.copyfile(source / name, target / name)

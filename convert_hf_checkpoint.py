@@ -16,6 +16,7 @@ from errors import Parser, UserError, run_cli
 from files import read_json
 from linear import MODES
 from model import Config
+from writer import SHARD_BYTES, CheckpointWriter, Step, bytes_in, copy_side_files, stream_checkpoint
 
 # Hugging Face's name within a layer -> ours, and the place of the part in a fused weight
 LAYER_NAMES = {
@@ -96,7 +97,7 @@ def sources_of(source: Path) -> tuple[dict[str, Path], dict[str, int]]:
                     raise UserError(
                         f"{path}: {name} is {dtype}, so the checkpoint is quantized already; convert the one it was made from"
                     )
-                sources[name], sizes[name] = path, checkpoint.bytes_in(shard, name)
+                sources[name], sizes[name] = path, bytes_in(shard, name)
     return sources, sizes
 
 
@@ -109,10 +110,10 @@ def has_own_head(sources: dict[str, Path]) -> bool:
     return not torch.equal(read_parts([(head, sources[head])]).to(tied.dtype), tied)
 
 
-def steps_of(sources: dict[str, Path], sizes: dict[str, int], config: Config) -> list[checkpoint.Step]:
+def steps_of(sources: dict[str, Path], sizes: dict[str, int], config: Config) -> list[Step]:
     """What it takes to convert a checkpoint. Raises UserError where a part of a fused weight is missing."""
     return [
-        checkpoint.Step(ours, sum(sizes[name] for name, _ in made_of), functools.partial(read_parts, made_of))
+        Step(ours, sum(sizes[name] for name, _ in made_of), functools.partial(read_parts, made_of))
         for ours, made_of in plan(sources, config).items()
     ]
 
@@ -146,10 +147,10 @@ def convert(source: Path, target: Path, dtype: torch.dtype | None, quantization:
         print(f"{source}: config.json ties the output to the embeddings; its own lm_head.weight is kept", file=sys.stderr)
     steps = steps_of(sources, sizes, config)
     stamps = checkpoint.stamps(source)
-    shard_bytes = min(checkpoint.SHARD_BYTES, max(size for _, size, _ in stamps))
-    writer = checkpoint.CheckpointWriter(target, config.tie_embeddings, quantization, [*stamps, str(dtype)], shard_bytes)
-    checkpoint.copy_side_files(source, target)
-    checkpoint.stream_checkpoint(writer, steps, raw, dtype)
+    shard_bytes = min(SHARD_BYTES, max(size for _, size, _ in stamps))
+    writer = CheckpointWriter(target, config.tie_embeddings, quantization, [*stamps, str(dtype)], shard_bytes)
+    copy_side_files(source, target)
+    stream_checkpoint(writer, steps, raw, dtype)
 
 
 def main() -> None:

@@ -123,6 +123,11 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8", errors="replace")  # a command line may hold bytes that aren't UTF-8
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file under a temporary name, then rename it."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write a whole JSON-lines file or none."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -98,9 +98,10 @@ class Config:
 
     def check(self) -> None:
         """Raises UserError where the sizes contradict each other."""
-        for name in ("norm_eps", "rope_theta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"config.json gives {name} = {getattr(self, name)!r}; it must be a number above 0")
+        if not 0 < self.norm_eps < math.inf:
+            raise UserError(f"config.json gives norm_eps = {self.norm_eps!r}; it must be a number above 0")
+        if not 1 <= self.rope_theta < 1e38:  # fp32 ends there
+            raise UserError(f"config.json gives rope_theta = {self.rope_theta!r}; it must be a number from 1 to 1e38")
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

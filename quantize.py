@@ -12,6 +12,7 @@ from errors import Parser, UserError, run_cli
 from files import read_json
 from linear import MODES
 from model import Config
+from writer import SHARD_BYTES, CheckpointWriter, Step, bytes_in, copy_side_files, stream_checkpoint
 
 
 def quantize(source: Path, target: Path, mode: str) -> None:
@@ -28,12 +29,12 @@ def quantize(source: Path, target: Path, mode: str) -> None:
     for name, path in weights.files.items():
         with checkpoint.open_shard(path) as shard:
             read = functools.partial(read_checked, weights, name, config)
-            steps.append(checkpoint.Step(name, checkpoint.bytes_in(shard, name), read))
+            steps.append(Step(name, bytes_in(shard, name), read))
     stamps = checkpoint.stamps(source)
-    shard_bytes = min(checkpoint.SHARD_BYTES, max(size for _, size, _ in stamps))
-    writer = checkpoint.CheckpointWriter(target, config.tie_embeddings, mode, stamps, shard_bytes)
-    checkpoint.copy_side_files(source, target)
-    checkpoint.stream_checkpoint(writer, steps, read_json(source / "config.json"), None)
+    shard_bytes = min(SHARD_BYTES, max(size for _, size, _ in stamps))
+    writer = CheckpointWriter(target, config.tie_embeddings, mode, stamps, shard_bytes)
+    copy_side_files(source, target)
+    stream_checkpoint(writer, steps, read_json(source / "config.json"), None)
 
 
 def read_checked(source: checkpoint.Source, name: str, config: Config) -> Tensor:

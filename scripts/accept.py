@@ -28,6 +28,7 @@ from engine import Note, match_vocabulary
 from errors import Parser, UserError, run_cli
 from files import check_writable, read_jsonl, write_text
 from judge import Block, log_probabilities, verdict
+from llm import DEMO
 from model import Reader, Transformer
 from page import Passage, Span, describe, page, token_texts
 from tokenizer import Tokenizer
@@ -118,14 +119,14 @@ def parse_args():
     p = Parser(description=__doc__)
     p.add_argument("data", type=Path, nargs="?", help="JSON lines of question and answer, or with --task that task's data")
     p.add_argument("--task", choices=TASKS, help="take the task's prompts and given answers")
-    p.add_argument("--target", required=True, metavar="NAME", help="checkpoint that judges")
+    p.add_argument("--target", default=str(DEMO / "target"), metavar="NAME", help="checkpoint that judges (default: the demo's)")
     p.add_argument("--draft", metavar="NAME", help="a draft, for the rule kl and for its probabilities on the page")
-    p.add_argument("--judge", type=Path, metavar="FILE", help="judge head")
+    p.add_argument("--judge", type=Path, metavar="FILE", help="judge head (default: the demo's on the demo's target)")
     p.add_argument("--rules", metavar="LIST",
                    help="of standard, judge[:δ], topk[:K], typical[:ε], kl[:τ] (default: standard; judge with a head)")  # fmt: skip
     p.add_argument("--limit", type=int, default=100, metavar="N", help="answers (default: 100)")
     p.add_argument("--raw", action="store_true", help="the questions are whole prompts: no chat template")
-    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="default: bfloat16")
+    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo's target")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--html", type=Path, metavar="FILE", help="write the answers as a page, judged by the last rule of the list")
     p.add_argument("--plot", type=Path, metavar="FILE", help="write the curve of m* against M (needs matplotlib)")
@@ -133,6 +134,9 @@ def parse_args():
     args = p.parse_args()
     if args.limit < 1:
         raise UserError(f"--limit is {args.limit}; it must be at least 1")
+    if args.target == str(DEMO / "target"):
+        args.judge, args.dtype = args.judge or DEMO / "judge.pt", args.dtype or "float32"
+    args.dtype = args.dtype or "bfloat16"
     args.rules = args.rules or ("standard" if args.judge is None else "standard,judge")
     if args.raw and args.task:
         raise UserError(f"--raw has no meaning with --task {args.task}, which knows whether its prompts are raw")

@@ -23,9 +23,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint import DTYPES, CheckpointWriter, check_finite, load_config, open_source, write_json
+from checkpoint import DTYPES, check_finite, load_config, open_source
 from errors import Parser, UserError, run_cli
+from files import write_json
 from tokenizer import load_tokenizer
+from writer import CheckpointWriter
 
 try:
     import gguf

@@ -25,7 +25,7 @@ from tasks import TASKS, Problem, encode, read_problems
 from tqdm import tqdm
 
 import checkpoint
-from engine import RULE, STANDARD, Engine, Generation, generate
+from engine import RULE, STANDARD, Engine, Generation, cache_length, generate
 from errors import Parser, UserError, run_cli
 from files import append_jsonl, check_writable, resume_jsonl, write_jsonl
 from generate import DEMO
@@ -241,23 +241,27 @@ def parse_args():
 
 
 def build_engines(args, contenders: list[Contender], max_len: int, pair: checkpoint.Pair) -> dict[str, Engine]:
-    """An engine for each contender, all on the same two models but for the output projections that carry the heads."""
+    """An engine for each contender, all on the same two models but for the output projections that carry the heads, and on the same
+    caches: what one has read of a problem the next need not."""
     target, draft = pair.load(checkpoint.DTYPES[args.dtype], args.device)
     assert draft is not None
     if not args.no_compile:
         for model in (target, draft):
             model.compile_blocks(dynamic=args.device == "cpu")
+    length = cache_length(max_len, max(draft_len(args, c) for c in contenders), 1)
+    caches = target.new_cache(length), draft.new_cache(length)
     engines = {}
     for c in contenders:
-        alone = {"plain": target, "draft": draft}.get(c.name)
-        if alone is not None:
-            engines[c.name] = Engine(alone, max_len=max_len)
+        if c.name in ("plain", "draft"):
+            alone, cache = (target, caches[0]) if c.name == "plain" else (draft, caches[1])
+            engines[c.name] = Engine(alone, max_len=max_len, caches=(cache, None))
             continue
         judging = target if c.head is None else target.twin()
         if c.head is not None:
             judging.fuse_judge(c.head.weight, c.head.bias, c.head.kind, c.head.floor)
         engines[c.name] = Engine(
-            judging, draft, draft_len=draft_len(args, c), verify=c.verify, threshold=c.threshold, max_len=max_len
+            judging, draft, draft_len=draft_len(args, c), verify=c.verify, threshold=c.threshold, max_len=max_len,
+            caches=caches,
         )  # fmt: skip
     return engines
 

@@ -17,8 +17,8 @@ from shapes import ROWS, shape
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import write_json
 from errors import Parser, UserError, run_cli
+from files import write_json
 from model import Config
 
 

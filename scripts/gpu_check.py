@@ -33,7 +33,7 @@ from tasks import encode, read_problems
 import checkpoint
 from engine import Engine, Sampling
 from errors import Parser, UserError, run_cli
-from files import check_writable
+from files import check_writable, write_json
 from generate import DEMO
 from model import common_length
 
@@ -191,7 +191,7 @@ def main() -> None:
             print(f"--- {name}", file=sys.stderr, flush=True)
             report[name] = run_part(name, command, min(limit, left)) if left > 5 else {"failed": "there was no time left for it"}
             report["forecast"] = forecast(report)
-            checkpoint.write_json(args.out, report)
+            write_json(args.out, report)
     failed = [name for name, found in report.items() if isinstance(found, dict) and "failed" in found]
     wrong = [name for name in ("right", "kernels") if report.get(name, {}).get("right") is False]
     print(json.dumps({"failed": failed, "wrong": wrong, "forecast": report.get("forecast")}))

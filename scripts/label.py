@@ -30,6 +30,7 @@ from engine import TARGET, Sampling, draw, match_vocabulary, warp
 from errors import Parser, UserError, run_cli
 from files import append_jsonl, check_writable, read_jsonl, resume_jsonl, write_jsonl, write_text
 from judge import IGNORE, RIGHT, WRONG, Labelled, Tuple, log_probabilities, parse_tuple, span_labels, token_spans
+from llm import DEMO
 from model import Reader, Transformer, common_length
 from page import Passage, Span, page, token_texts
 from tokenizer import Output, Tokenizer
@@ -334,23 +335,29 @@ def parse_args() -> argparse.Namespace:
     manual.add_argument("--raw", action="store_true", help="the questions are whole prompts: no chat template")
     for name, words in (("mine", "by the final answer"), ("likelihood", "by the likelihood of what follows")):
         auto = methods.add_parser(name, help=words)
-        auto.add_argument("--task", choices=TASKS, required=True, help="where the questions come from")
+        auto.add_argument("--task", choices=TASKS, default="demo-train", help="where the questions come from (default: demo-train)")
         auto.add_argument("--data", type=Path, metavar="FILE", help="the task's JSON-lines file")
         auto.add_argument("--limit", type=int, default=100, metavar="N", help="questions (default: 100)")
-        auto.add_argument("--draft", required=True, metavar="NAME", help="the draft that will be judged")
+        auto.add_argument(
+            "--draft", default=str(DEMO / "draft"), metavar="NAME", help="the draft to be judged (default: the demo's)"
+        )
         auto.add_argument("--temperature", type=float, default=0.0, help="of the target's answers (default: 0, greedy)")
         auto.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-        auto.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="default: bfloat16")
+        auto.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
         auto.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     auto.add_argument("--threshold", type=float, default=18.0, metavar="X",
                       help="likelihood that may be lost, in nats, over the token and what follows (default: 18)")  # fmt: skip
     auto.add_argument("--window", type=int, default=20, metavar="N", help="tokens that follow (default: 20)")
     auto.add_argument("--given", action="store_true", help="label the data's own answers, not the target's")
     for method in methods.choices.values():
-        method.add_argument("--target", required=True, metavar="NAME", help="checkpoint the judge is for")
+        method.add_argument(
+            "--target", default=str(DEMO / "target"), metavar="NAME", help="the judge is for it (default: the demo's)"
+        )
         method.add_argument("--html", type=Path, metavar="FILE", help="write all labels as a page")
         method.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to append; a run goes on from it")
     args = p.parse_args()
+    if args.method != "manual":
+        args.dtype = args.dtype or ("float32" if args.target == str(DEMO / "target") else "bfloat16")
     check_writable("--out", args.out)
     check_writable("--html", args.html)
     if args.method == "likelihood" and (args.window < 1 or args.threshold < 0):

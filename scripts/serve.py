@@ -359,7 +359,8 @@ def serve(service: Service, bound: socket.socket, ranks: Ranks) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     speaker.start()
     host, port = bound.getsockname()[:2]
     print(f"serving {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)", flush=True)

@@ -30,13 +30,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import demo_task as task
 
-from checkpoint import fingerprint, load_model, save_checkpoint, write_json
+from checkpoint import fingerprint, load_model
 from engine import Engine
 from errors import Parser, UserError, run_cli
-from files import replacing, write_jsonl, write_text
+from files import replacing, write_json, write_jsonl, write_text
 from judge import Head, Tuple, as_features, labels_of, read_labels, read_states, train_head
 from model import Config, Transformer
 from tokenizer import Tokenizer, load_tokenizer
+from writer import save_checkpoint
 
 BOS, EOS = 1, 2
 VOCAB_SIZE = 640

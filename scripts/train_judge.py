@@ -35,6 +35,7 @@ from judge import (
     read_states,
     train_head,
 )
+from llm import DEMO
 from tp import Ranks, ranks_of, same, together, told
 
 THRESHOLDS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
@@ -77,7 +78,7 @@ def report(result: TrainResult, recall: float, threshold: float) -> str:
 def parse_args():
     p = Parser(description=__doc__)
     p.add_argument("labels", type=Path, help="JSON lines of labelled answers or of tuples")
-    p.add_argument("--target", required=True, metavar="NAME", help="checkpoint the head is for")
+    p.add_argument("--target", default=str(DEMO / "target"), metavar="NAME", help="the head is for it (default: the demo's)")
     p.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to write the head")
     p.add_argument("--kind", choices=KINDS, default="post_norm", help="state the head reads (default: post_norm)")
     p.add_argument("--labels-after", choices=LABEL_RULES, default="span", dest="label_rule",
@@ -86,13 +87,16 @@ def parse_args():
     p.add_argument("--recall", type=float, default=0.9, metavar="R", help="share of mistakes that δ has to stop (default: 0.9)")
     p.add_argument("--floor", type=float, default=1e-4, metavar="P",
                    help="the judge takes no token that the target gives less probability (default: 1e-4)")  # fmt: skip
-    p.add_argument("--lr", type=float, default=1e-4, help="AdamW's learning rate (default: 1e-4)")
+    p.add_argument("--lr", type=float, help="AdamW's learning rate (default: 1e-4; 1e-3 for the demo's target, which is narrow)")
     p.add_argument("--states", type=Path, metavar="FILE", help="where the target's states are kept (default: beside the labels)")
-    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="the target's (default: bfloat16)")
+    p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="the target's (default: bfloat16; float32 for the demo's)")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--seed", type=int, default=0, help="of the split and the order (default: 0)")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the report goes to stderr")
     args = p.parse_args()
+    is_demo = args.target == str(DEMO / "target")
+    args.dtype = args.dtype or ("float32" if is_demo else "bfloat16")
+    args.lr = args.lr if args.lr is not None else 1e-3 if is_demo else 1e-4
     for name, value in (("recall", args.recall), ("floor", args.floor)):
         if not 0 <= value <= 1:
             raise UserError(f"--{name} is {value:g}; it must lie in [0, 1]")

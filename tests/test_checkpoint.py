@@ -13,15 +13,17 @@ from safetensors.torch import load_file, save_file
 
 import checkpoint
 import quantize
+import writer as writer_module
 from errors import UserError
 from linear import MODES
+from writer import CheckpointWriter, Step, save_checkpoint, stream_checkpoint
 
 
 def save(folder, name="llama3", change=None, dtype=torch.float32):
     weights = {key: value.to(dtype) for key, value in tiny(name).state_dict().items()}
     if change is not None:
         weights[change] = weights[change] + 1
-    checkpoint.save_checkpoint(folder, hf_config(name), weights)
+    save_checkpoint(folder, hf_config(name), weights)
     return folder
 
 
@@ -31,9 +33,9 @@ def test_a_fingerprint_tells_any_changed_weight_and_no_dtype(tmp_path):
     small = save(tmp_path / "small", dtype=torch.bfloat16)
     weights = {name: value * 1e-6 for name, value in load_file(small / "model.safetensors").items()}  # beyond float16's reach
     for name, dtype in (("small-bf16", torch.bfloat16), ("small-fp16", torch.float16)):
-        steps = [checkpoint.Step(key, value.nbytes, lambda value=value: value) for key, value in weights.items()]
-        writer = checkpoint.CheckpointWriter(tmp_path / name, tied=False)
-        checkpoint.stream_checkpoint(writer, steps, hf_config("llama3"), dtype)
+        steps = [Step(key, value.nbytes, lambda value=value: value) for key, value in weights.items()]
+        writer = CheckpointWriter(tmp_path / name, tied=False)
+        stream_checkpoint(writer, steps, hf_config("llama3"), dtype)
     assert checkpoint.fingerprint(tmp_path / "small-bf16") == checkpoint.fingerprint(tmp_path / "small-fp16") != own
     names = list(tiny().state_dict())
     assert len(names) > 15
@@ -70,7 +72,7 @@ def test_rope_scaling_that_cant_be_is_refused(tmp_path, key):
 
 def test_what_an_interrupted_writer_left_is_never_read(tmp_path):
     folder = tmp_path / "m"
-    writer = checkpoint.CheckpointWriter(folder, tied=False, shard_bytes=20_000)
+    writer = CheckpointWriter(folder, tied=False, shard_bytes=20_000)
     for name, value in tiny().state_dict().items():
         writer.add(name, value * 2)
     writer.close(hf_config("llama3"))
@@ -85,7 +87,7 @@ def test_what_an_interrupted_writer_left_is_never_read(tmp_path):
 def test_a_writer_touches_nobody_elses_weights(tmp_path):
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="not of an interrupted run"):
-        checkpoint.CheckpointWriter(tmp_path, tied=False)
+        CheckpointWriter(tmp_path, tied=False)
     assert (tmp_path / "model.safetensors").exists()
 
 
@@ -156,8 +158,8 @@ def stream(folder, mode, stop_at=None, run="r", **changes):
 
     weights = {name: value.clone() for name, value in tiny("qwen2").state_dict().items()} | changes
     weights = {name: value for name, value in weights.items() if value is not None}
-    steps = [checkpoint.Step(name, value.nbytes, lambda n=name, v=value: reading(n, v)) for name, value in weights.items()]
-    checkpoint.stream_checkpoint(checkpoint.CheckpointWriter(folder, True, mode, run, 30_000), steps, hf_config("qwen2"), None)
+    steps = [Step(name, value.nbytes, lambda n=name, v=value: reading(n, v)) for name, value in weights.items()]
+    stream_checkpoint(CheckpointWriter(folder, True, mode, run, 30_000), steps, hf_config("qwen2"), None)
     return read
 
 
@@ -216,11 +218,11 @@ def test_a_source_that_is_not_whole_is_refused_before_it_is_written(tmp_path, ch
 def test_a_full_disk_is_told_before_or_leaves_nothing_that_loads(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.shutil, "disk_usage", lambda folder: usage(10, 10, 1000))
+        patched.setattr(writer_module.shutil, "disk_usage", lambda folder: usage(10, 10, 1000))
         with pytest.raises(UserError, match=r"needs 0\.0 GB more"):
             stream(tmp_path / "a", "none")
     assert not list((tmp_path / "a").glob("*"))
-    calls, real = [], checkpoint.save_file
+    calls, real = [], writer_module.save_file
 
     def fills_up(tensors, path, **more):
         calls.append(path)
@@ -230,7 +232,7 @@ def test_a_full_disk_is_told_before_or_leaves_nothing_that_loads(tmp_path, monke
         real(tensors, path, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save_file", fills_up)
+        patched.setattr(writer_module, "save_file", fills_up)
         with pytest.raises(UserError, match="can't be written.*No space left"):
             stream(tmp_path / "b", "int8")
     assert not list((tmp_path / "b").glob("*.partial"))

@@ -18,6 +18,7 @@ import generate
 from errors import run_cli
 from judge import Head
 from tokenizer import Output
+from writer import save_checkpoint
 
 CHARS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 V = 264  # 256 bytes, <eos>, padding
@@ -36,7 +37,7 @@ def write_tokenizer(folder, chars=CHARS):
 def write_checkpoint(folder, seed=0, chars=CHARS, name="llama3", **changes):
     changes = {"vocab_size": V, **changes}
     model = tiny(name, seed=seed, **changes)
-    checkpoint.save_checkpoint(folder, hf_config(name, **changes), model.state_dict())
+    save_checkpoint(folder, hf_config(name, **changes), model.state_dict())
     write_tokenizer(folder, chars)
 
 

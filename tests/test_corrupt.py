@@ -34,6 +34,7 @@ from convert_hf_checkpoint import convert
 from errors import UserError
 from judge import IGNORE, RIGHT, WRONG, Head, load_head, read_labels
 from tokenizer import load_tokenizer
+from writer import CheckpointWriter, Step, save_checkpoint, stream_checkpoint
 
 FORMS = ("none", "int8", "int4-g32")
 JUNK = st.sampled_from(
@@ -141,7 +142,7 @@ def same(got, good):
 def write(folder, seed, form):
     """A checkpoint in shards, of one of FORMS."""
     model = tiny(seed=seed, vocab_size=V)
-    writer = checkpoint.CheckpointWriter(folder, False, form, shard_bytes=60_000)
+    writer = CheckpointWriter(folder, False, form, shard_bytes=60_000)
     for name, value in model.state_dict().items():
         writer.add(name, value)
     write_tokenizer(folder)
@@ -226,7 +227,7 @@ def test_a_shard_of_another_conversion_is_refused(good, tmp_path):
 
 @pytest.mark.parametrize("key, value, words", [
     ("num_hidden_layers", 2**40, "n_layers = 1099511627776, but there are only 21 weights"), ("vocab_size", 2**62, "sizes that no"),
-    ("rope_theta", 1e-300, "no finite frequencies"),
+    ("rope_theta", 1e-300, "rope_theta = 1e-300; it must be a number from 1"), ("rope_theta", 1e300, "rope_theta = 1e.300"),
 ])  # fmt: skip
 def test_what_no_model_has_is_told_at_once(good, tmp_path, key, value, words):
     folder = fresh(good["none"][0], tmp_path / "m")
@@ -239,12 +240,12 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path):
     weights = dict(tiny(vocab_size=V).state_dict())
     weights["layers.1.wo.weight"] = weights["layers.1.wo.weight"].clone().index_fill_(0, torch.tensor([3]), float("nan"))
     for form in FORMS:
-        with pytest.raises(UserError, match=r"layers\.1\.wo\.weight holds numbers beyond torch.float32's range, or none"):
-            checkpoint.save_checkpoint(tmp_path / form, hf_config("llama3", vocab_size=V), weights, form)
-    big = [checkpoint.Step(n, t.nbytes, lambda t=t: t * 1e6) for n, t in tiny(vocab_size=V).state_dict().items()]
-    with pytest.raises(UserError, match="torch.float16's range"):
-        writer = checkpoint.CheckpointWriter(tmp_path / "half", False)
-        checkpoint.stream_checkpoint(writer, big, hf_config("llama3", vocab_size=V), torch.float16)
+        with pytest.raises(UserError, match=r"layers\.1\.wo\.weight holds numbers beyond float32's range, or none"):
+            save_checkpoint(tmp_path / form, hf_config("llama3", vocab_size=V), weights, form)
+    big = [Step(n, t.nbytes, lambda t=t: t * 1e6) for n, t in tiny(vocab_size=V).state_dict().items()]
+    with pytest.raises(UserError, match="float16's range"):
+        writer = CheckpointWriter(tmp_path / "half", False)
+        stream_checkpoint(writer, big, hf_config("llama3", vocab_size=V), torch.float16)
     folder = write(tmp_path / "scale", 0, "int8")
     for file in folder.glob("*.safetensors"):
         with checkpoint.open_shard(file) as shard:

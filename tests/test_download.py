@@ -30,6 +30,7 @@ import checkpoint
 from convert_hf_checkpoint import convert
 from errors import UserError, run_cli
 from model import Config
+from writer import SIDE_FILES
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_what_was_fetched_can_be_converted(hub, run, tmp_path):
 
 
 def test_the_side_files_are_those_that_a_conversion_takes_along():
-    assert download.SIDE_FILES == checkpoint.SIDE_FILES
+    assert download.SIDE_FILES == SIDE_FILES
 
 
 def test_several_files_are_fetched_at_a_time(hub, run):
@@ -195,11 +196,18 @@ def test_a_partial_that_lacks_only_its_name_needs_no_request(hub, run):
     assert run().status == 0 and fetched() == NEEDED and not hub.requests("cdn", FIRST)
 
 
+def heeding():
+    """In the child: a shell lets what it starts in the background ignore Ctrl-C, and so this test's commands."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_leaves_partials(hub):
     hub.faults[f"cdn {FIRST}"] = ["slow"]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(ROOT / "scripts" / "download.py"), REPO]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heeding
+    )
     end = time.monotonic() + 20
     while not (partial_of(FIRST).is_file() and partial_of(FIRST).stat().st_size == 100_000) and time.monotonic() < end:
         time.sleep(0.01)

@@ -39,6 +39,7 @@ from errors import UserError
 from files import remove
 from judge import load_head, read_labels
 from tokenizer import load_tokenizer
+from writer import save_checkpoint
 
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 
@@ -198,7 +199,7 @@ def pair(tmp_path_factory):
     root = tmp_path_factory.mktemp("pair")
     for seed, name in enumerate(("target", "draft")):
         model = tiny(seed=seed, vocab_size=257, num_hidden_layers=1)
-        checkpoint.save_checkpoint(root / name, hf_config("llama3", vocab_size=257, num_hidden_layers=1), model.state_dict())
+        save_checkpoint(root / name, hf_config("llama3", vocab_size=257, num_hidden_layers=1), model.state_dict())
         write_tokenizer(root / name)
     return "--target", root / "target", "--draft", root / "draft", "--dtype", "float32"
 

@@ -23,6 +23,7 @@ import generate
 import quantize
 from convert_hf_checkpoint import convert
 from engine import STANDARD, TARGET, Engine, Sampling, warp
+from engine import generate as generate_text
 from errors import UserError
 from linear import MODES, Int4Linear, Int8Linear, group_of
 from model import rotate
@@ -73,7 +74,7 @@ def test_every_test_that_the_page_names_is_there():
 def test_a_cap_is_kept_wherever_in_a_block_it_falls(cap):
     engine, prompt = own_draft(), PROMPT
     for _ in range(2):  # what the first text left behind must not show in the second, which goes on from its cut
-        output = generate.generate(engine, prompt, Output(Ending(), cap)).output
+        output = generate_text(engine, prompt, Output(Ending(), cap)).output
         assert len(output.tokens) == cap and output.finish_reason == "length"
         assert is_greedy(engine.target, prompt, output.tokens)
         prompt = [*prompt, *output.tokens, 7]
@@ -103,7 +104,7 @@ def test_figures_leave_out_what_lies_behind_the_end():
     engine = own_draft()
     text = decode(engine, PROMPT, 40)[0]
     end = next(i for i in range(11, 17) if text[i] not in text[:i])  # within the second block of nine
-    run = generate.generate(engine, PROMPT, Output(Ending(text[end]), 40))
+    run = generate_text(engine, PROMPT, Output(Ending(text[end]), 40))
     assert run.output.tokens == text[:end] and run.output.finish_reason == "stop"
     assert sum(len(now.tokens) for now in run.rounds) > end
     assert run.accepted(STANDARD) == end - 1 and run.output.accepted_by.count(TARGET) == 1
@@ -163,7 +164,7 @@ def test_a_stop_text_is_found_whatever_its_tokens(tokens_of, kind, size):
 def test_an_answer_may_have_no_tokens():
     engine = own_draft()
     first = decode(engine, PROMPT, 1)[0][0]
-    run = generate.generate(engine, PROMPT, Output(Ending(first), 20))
+    run = generate_text(engine, PROMPT, Output(Ending(first), 20))
     assert (run.output.tokens, run.output.text, run.output.finish_reason) == ([], "", "stop")
     assert run.tokens_per_s == run.mean_accepted == 0 and len(run.rounds) == 1
     assert is_greedy(engine.target, [*PROMPT, 4], engine.complete([*PROMPT, 4], 20))

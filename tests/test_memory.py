@@ -14,6 +14,7 @@ from errors import UserError
 from linear import MODES
 from model import Cache
 from tp import Ranks
+from writer import save_checkpoint
 
 
 def plan_of(**changes):
@@ -26,7 +27,7 @@ def plan_of(**changes):
 @pytest.mark.parametrize("mode, size", [("none", 1), ("none", 2), *((mode, 1) for mode in MODES), ("int4-g32", 2)])
 def test_what_is_planned_is_what_is_loaded(tmp_path, name, mode, size):
     shape = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 128}
-    checkpoint.save_checkpoint(tmp_path, hf_config(name, **shape), tiny(name, **shape).state_dict())
+    save_checkpoint(tmp_path, hf_config(name, **shape), tiny(name, **shape).state_dict())
     config = checkpoint.load_config(tmp_path)
     for dtype in (torch.bfloat16, torch.float32):
         model = checkpoint.load_model(tmp_path, dtype, ranks=Ranks(0, size), quantization=mode)
@@ -52,7 +53,7 @@ def test_the_405b_needs_what_its_numbers_say():
 
 
 def test_what_cant_be_planned_is_told(tmp_path):
-    checkpoint.save_checkpoint(tmp_path, hf_config("llama3"), tiny().state_dict(), "int8")
+    save_checkpoint(tmp_path, hf_config("llama3"), tiny().state_dict(), "int8")
     for changes, words in (
         ({"target": str(tmp_path), "draft": None, "nproc": 1, "quantize": "int4-g32"}, "is int8 already"),
         ({"context": 10**6}, "there is room for 131072"),

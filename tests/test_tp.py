@@ -26,6 +26,7 @@ from errors import UserError, run_cli
 from judge import Head, load_head
 from model import Config, Reader, Transformer
 from tp import Ranks
+from writer import save_checkpoint
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 128, "hidden_size": 64,
          "num_hidden_layers": 2, "head_dim": 32}  # fmt: skip
@@ -68,10 +69,10 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("tp")
     for name in MODELS:
         for end, mode in (("", "none"), ("-int8", "int8")):
-            checkpoint.save_checkpoint(root / (name + end), hf_config(name, **SHAPE), tiny(name, **SHAPE).state_dict(), mode)
+            save_checkpoint(root / (name + end), hf_config(name, **SHAPE), tiny(name, **SHAPE).state_dict(), mode)
     for name, changes in (("llama3-draft", {}), ("padded-draft", {"vocab_size": 160})):
         shape = {**SHAPE, "num_hidden_layers": 1, **changes}
-        checkpoint.save_checkpoint(root / name, hf_config("llama3", **shape), tiny("llama3", seed=0, **shape).state_dict())
+        save_checkpoint(root / name, hf_config("llama3", **shape), tiny("llama3", seed=0, **shape).state_dict())
     return root
 
 
@@ -241,7 +242,7 @@ def published(tmp_path):
                  "intermediate_size": 24 * heads, "max_position_embeddings": 1024, "num_hidden_layers": 1}  # fmt: skip
         folder = tmp_path / "checkpoints" / name
         mode = "int8" if heads == 32 else "none"
-        checkpoint.save_checkpoint(folder, hf_config("llama3", **shape), tiny("llama3", seed=seed, **shape).state_dict(), mode)
+        save_checkpoint(folder, hf_config("llama3", **shape), tiny("llama3", seed=seed, **shape).state_dict(), mode)
         write_tokenizer(folder)
     mark = checkpoint.fingerprint(folder)
     Head(torch.randn(256, generator=torch.Generator().manual_seed(0)), 0.0, "post_norm", folder.name, mark).save(
