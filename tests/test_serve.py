@@ -39,7 +39,7 @@ def port():
     process, port = start("--queue", "1", "--max-bytes", "20000")
     yield port
     process.terminate()
-    assert process.wait(20) == 0, process.stderr.read()
+    assert process.wait(60) == 0, process.stderr.read()
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_one_at_a_time_a_few_wait_and_the_rest_are_sent_away(port, client):
     next(iter(streams[0]))
     for stream in streams:
         stream.close()  # both listeners hang up: their texts are given up
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     while under_way(port):
         assert time.monotonic() < limit
         time.sleep(0.05)
@@ -172,7 +172,7 @@ def test_a_signal_ends_it_even_in_the_middle_of_an_answer(number):
     )  # fmt: skip
     next(iter(stream))
     process.send_signal(number)
-    assert process.wait(15) == 0
+    assert process.wait(60) == 0
     assert "Traceback" not in process.stderr.read()
 
 
@@ -182,7 +182,7 @@ def test_mistakes_at_the_start_take_one_line(port):
         (("--port", str(port)), f"--port {port} can't be had"), (("--port", "99999"), "--port is 99999"),
         (("--queue", "-1"), "--queue is -1"), (("--draft-len", "few", "--port", "0"), "--draft-len is few"),
     ):  # fmt: skip
-        done = subprocess.run([*command, *argv], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, *argv], capture_output=True, text=True, timeout=120)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
