@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ ARCHITECTURES = {
 
 
 def hf_config(name: str, **changes: object) -> dict:
-    return {**BASE, **ARCHITECTURES[name], **changes}
+    return copy.deepcopy({**BASE, **ARCHITECTURES[name], **changes})  # transformers writes into what it is given
 
 
 def tiny(name: str = "llama3", seed: int = 0, scale: float = 0.25, **changes: object) -> Transformer:
