@@ -174,11 +174,13 @@ TASKS = {
 
 
 def read_problems(task: str, data: Path | None, limit: int) -> list[Problem]:
-    """A task's first ``limit`` problems. Raises UserError when the data file is missing, or a line of it is bad."""
+    """A task's first ``limit`` problems. Raises UserError when the data file is missing or not wanted, or a line of it is bad."""
     if limit < 1:
         raise UserError(f"--limit is {limit}; it must be at least 1")
     if data is None and TASKS[task].needs_data:
         raise UserError(f"--task {task} needs --data FILE, a JSON-lines file")
+    if data is not None and not TASKS[task].needs_data:
+        raise UserError(f"--task {task} makes its own questions; it takes no file ({data})")
     with together():
         problems = TASKS[task].problems(data or Path(), limit)
     same("set of questions", hashlib.sha256(repr([p.turns for p in problems]).encode()).hexdigest()[:12])

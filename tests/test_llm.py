@@ -77,6 +77,15 @@ def test_a_stream_is_the_text_in_pieces_and_may_be_left(model):
     assert cut.text == whole.text[: whole.text.index(stop)] and cut.finish_reason == "stop"
 
 
+def test_a_stream_cannot_go_on_after_another_text_was_begun(model):
+    stream = iter(model.stream("Hello", max_new_tokens=60))
+    next(stream)
+    whole = model.generate("Other", max_new_tokens=20)
+    with pytest.raises(UserError, match="another text was begun"):
+        list(stream)
+    assert model.generate("Other", max_new_tokens=20).tokens == whole.tokens
+
+
 def test_a_stream_does_not_count_the_time_of_who_watches_it(model, monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
@@ -94,6 +103,7 @@ def test_a_stream_does_not_count_the_time_of_who_watches_it(model, monkeypatch):
     ("a", {"verify": "guess"}, "--verify is 'guess'"), ("a", {"draft_len": 37}, "there is room for 36"),
     ("a", {"draft_len": 0}, "--draft-len is 0"), ("a", {"draft_len": "few"}, "--draft-len is few"),
     ("a", {"threshold": 2.0}, "--threshold is 2"), ("a", {"temperature": -1.0}, "--temperature is -1"),
+    ("a", {"stop": "ab"}, "--stop is 'ab'; give a list"),
     ("a", {"top_p": 0.5}, "no effect at --temperature 0"), ([7, 9999], {}, "token 9999 is beyond"),
 ])  # fmt: skip
 def test_mistakes_are_told_before_anything_is_decoded(model, prompt, options, words):

@@ -139,3 +139,9 @@ def test_without_namespaces_nothing_is_run(monkeypatch, tmp_path):
     monkeypatch.setattr(sandbox, "__file__", str(fake))
     with pytest.raises(UserError, match="cut off from the network.*not permitted"):
         sandbox.runs("print(1)")
+
+
+def test_a_file_that_a_task_would_not_read_is_refused(tmp_path):
+    for task in ("demo", "demo-train"):
+        with pytest.raises(UserError, match="makes its own questions; it takes no file"):
+            tasks.read_problems(task, tmp_path / "mine.jsonl", 2)
