@@ -238,6 +238,7 @@ class Engine:
         """Drop the text: the next prompt is read from its start, whatever it has in common with this one."""
         for _, cache in self._readers():
             cache.text.clear()
+            cache.owner = None
 
     def _readers(self) -> list[tuple[Transformer, Cache]]:
         """The models, each with its cache."""
@@ -271,7 +272,9 @@ class Engine:
         ids = torch.tensor(prompt, device=self.device)
         self.tokens[: len(prompt)] = ids
         self.pos.fill_(len(prompt) - 1)
+        owner = object()
         for model, cache in self._readers():
+            cache.owner = owner
             model.read(prompt[:-1], cache)
         self.pending = list(prompt[-1:])
 
@@ -396,10 +399,13 @@ class Engine:
         Rounds that were launched ahead when the caller leaves are lost; they change nothing that a later text reads.
 
         Raises:
-            UserError: the target's logits are no numbers.
+            UserError: the target's logits are no numbers; another text was begun on the caches since the last round.
         """
         flying: deque[Flight] = deque()
+        owner = self.target_cache.owner
         while length < self.max_len:
+            if any(cache.owner is not owner for _, cache in self._readers()):
+                raise UserError("another text was begun on these models; a stream can't go on after that")
             while len(flying) <= self.run_ahead:
                 M = self.M if self.pace is None else self.pace.best()
                 flying.append(self._launch(M, length + M + sum(other.M + 1 for other in flying)))

@@ -117,7 +117,7 @@ class Stream:
     """A text's pieces as rounds commit them. ``result`` is the text so far with its numbers; who has heard enough just leaves."""
 
     def __init__(self, engine: Engine, prompt: list[int], tokenizer: Tokenizer, options: Options) -> None:
-        self._engine, self._pieces = engine, list[Piece]()
+        self._pieces: list[Piece] = []
         output = Output(
             tokenizer, options.max_new_tokens, options.stop, lambda text, who: self._pieces.append(Piece(text, who))
         )  # fmt: skip
@@ -125,13 +125,8 @@ class Stream:
         self._steps = decode(engine, prompt, output, options.seed)
 
     def __iter__(self) -> Iterator[Piece]:
-        caches = self._engine.target_cache
         for self.result in self._steps:
-            caches.owner = self  # of whoever shares the caches, the text they hold is ours
-            for piece in self._pieces:
-                yield piece
-                if caches.owner is not self:
-                    raise UserError("another text was begun on these models; a stream can't go on after that")
+            yield from self._pieces
             self._pieces.clear()
 
 

@@ -195,7 +195,7 @@ class Cache:
     def __init__(self, config: Config, length: int, dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (config.n_layers, config.n_kv_heads, length + self.SPARE, config.head_dim)
         self.length, self.text = length, list[int]()
-        self.owner: object = None  # who decodes the text that is here
+        self.owner: object = None  # the run that decodes the text
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.cos, self.sin = rope_table(config, torch.arange(length, device=device))

@@ -116,6 +116,20 @@ def test_engines_that_share_caches_go_on_from_each_others_texts():
         Engine(target, draft, max_len=300, caches=caches)
 
 
+def test_rounds_do_not_go_on_after_another_text_was_begun():
+    target, draft = tiny(), tiny(seed=1)
+    first = Engine(target, draft, draft_len=2, max_len=200)
+    caches = first.target_cache, first.draft_cache
+    for other in (first, Engine(target, max_len=200, caches=caches), Engine(draft, max_len=200, caches=(first.draft_cache, None))):
+        for begin in (lambda other=other: other.prefill([7, 8]), other.forget):
+            first.prefill(PROMPT)
+            rounds = first.rounds(len(PROMPT))
+            next(rounds)
+            begin()
+            with pytest.raises(UserError, match="another text was begun"):
+                next(rounds)
+
+
 def test_completion_ends_before_a_stop_token_or_at_the_cap():
     engine = Engine(tiny(), tiny(seed=1), draft_len=5, max_len=100)
     ids = decode(engine, PROMPT, 30)[0]
