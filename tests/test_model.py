@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import ARCHITECTURES, hf_config, tiny
+from hypothesis import given
+from hypothesis import strategies as st
 
 from errors import UserError
-from model import Config
+from model import Config, rope_inverse_frequencies
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -91,6 +93,21 @@ def test_both_generations_of_rope_keys_and_windows():
     assert old == new
     assert Config.from_hf(hf_config("mistral", sliding_window=256)).max_seq_len == 256
     assert Config.from_hf(hf_config("qwen2", sliding_window=256, use_sliding_window=False)).max_seq_len == 512
+
+
+SIZES = st.one_of(st.floats(), st.floats(-50, 50).map(lambda power: 10.0**power))  # numbers of every order of magnitude
+
+
+@given(theta=SIZES, factor=SIZES, low=SIZES, high=SIZES, context=st.integers(0, 2**31), kind=st.sampled_from(["linear", "llama3"]))
+def test_a_configuration_that_is_taken_has_frequencies(theta, factor, low, high, context, kind):
+    scaling = {"rope_type": kind, "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+    scaling["original_max_position_embeddings"] = context
+    try:
+        config = Config.from_hf(hf_config("llama3", rope_theta=theta, rope_scaling=scaling))
+    except UserError:
+        return
+    frequencies = rope_inverse_frequencies(config)
+    assert frequencies.isfinite().all() and frequencies.min() >= 0
 
 
 def test_a_twin_shares_the_layers_and_carries_a_head_of_its_own():
