@@ -262,10 +262,7 @@ class Engine:
         """
         if not prompt:
             raise UserError("the prompt is empty; there must be at least one token to continue from")
-        V = self.target.config.vocab_size
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < V:
-                raise UserError(f"token {token} is beyond the target's vocabulary of {V}")
+        check_vocabulary(prompt, self.target.config.vocab_size)
         if len(prompt) > self.max_len:
             raise UserError(f"the prompt has {len(prompt)} tokens; there is room for {self.max_len}")
         self.generator.manual_seed(self.sampling.seed if seed is None else seed)
@@ -445,6 +442,13 @@ class Engine:
             if len(ids) == max_new_tokens:
                 break
         return ids
+
+
+def check_vocabulary(prompt: Sequence[int], vocab_size: int) -> None:
+    """Raises UserError where an id of a prompt is none of the target's."""
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab_size:
+            raise UserError(f"token {token} is beyond the target's vocabulary of {vocab_size}")
 
 
 def bucket_of(length: int) -> int:

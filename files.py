@@ -13,6 +13,11 @@ from typing import Any, TypeVar
 from errors import UserError
 
 T = TypeVar("T")
+# what a checkpoint has beside its configuration and weights
+SIDE_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
 
 
 def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
@@ -131,6 +136,13 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write a whole JSON-lines file or none."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raises UserError where a folder's disk has fewer bytes free than are still to be written there."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(f"{folder} needs {needed / 1e9:.1f} GB more, and its disk has {free / 1e9:.1f} GB free")
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 import checkpoint
-from engine import Engine, Generation, Sampling, cache_length, decode
+from engine import Engine, Generation, Sampling, cache_length, check_vocabulary, decode
 from errors import UserError
 from judge import RULES, check_threshold, default_threshold
 from pace import LENGTHS
@@ -219,8 +219,14 @@ class LLM:
         return self._engines[key]
 
     def encode(self, prompt: Prompt, **options: Any) -> list[int]:
-        """A prompt's ids, chat template applied. Raises UserError when it is empty or leaves no room for the new tokens."""
-        return encode(self.tokenizer, prompt, Options(**options), self.context)
+        """A prompt's ids, chat template applied.
+
+        Raises:
+            UserError: it is empty, leaves no room for the new tokens, or has ids that the target doesn't know.
+        """
+        ids = encode(self.tokenizer, prompt, Options(**options), self.context)
+        check_vocabulary(ids, self.target.config.vocab_size)
+        return ids
 
     def stream(self, prompt: Prompt, **options: Any) -> Stream:
         """Decode a prompt, piece by piece.

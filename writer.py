@@ -34,15 +34,11 @@ from checkpoint import (
     sample,
 )
 from errors import UserError
-from files import remove, replacing, write_json
+from files import SIDE_FILES, check_room, remove, replacing, write_json
 from model import Config
 from tokenizer import FILES as TOKENIZER_FILES
 
 SHARD_BYTES = 4 << 30
-SIDE_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
 
 
 class CheckpointWriter:
@@ -203,9 +199,7 @@ def stream_checkpoint(writer: CheckpointWriter, steps: list[Step], config: dict[
         for name, t in whole.items()
         if name not in writer.done and not (writer.tied and writer.quantization == "none" and name == "output.weight")
     )
-    free = shutil.disk_usage(writer.folder).free
-    if need > free:
-        raise UserError(f"{writer.folder} needs {need / 1e9:.1f} GB more, and its disk has {free / 1e9:.1f} GB free")
+    check_room(writer.folder, need)
     total = sum(step.bytes for step in steps)
     done = total - sum(step.bytes for step in todo)
     with tqdm(total=total, initial=done, desc=str(writer.folder), unit="B", unit_scale=True) as bar:

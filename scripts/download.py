@@ -17,7 +17,6 @@ import os
 import queue
 import re
 import shlex
-import shutil
 import sys
 import threading
 import time
@@ -36,18 +35,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from tqdm import tqdm
 
 from errors import Parser, UserError, run_cli
-from files import read_json, write_text
+from files import SIDE_FILES, check_room, read_json, write_json
 
 T = TypeVar("T")
 
 ROOT = Path("downloads")
 RECORD = "download.json"  # in the folder: repository, commit, and the checksum of each file that is whole
 INDEX = "model.safetensors.index.json"
-# What a conversion takes along besides config.json and the weights. checkpoint.py has the same list, and imports torch.
-SIDE_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
 PLAIN = re.compile(r"\w[\w.+-]*", re.ASCII)  # a file's name that can't lead out of a folder
 CHUNK = 1 << 20
 TIMEOUT = 30.0  # seconds without a byte
@@ -432,7 +426,7 @@ class Folder:
         self.save()
 
     def save(self) -> None:
-        write_text(self.path / RECORD, json.dumps({**self.record, "files": self.sums}, indent=2) + "\n")
+        write_json(self.path / RECORD, {**self.record, "files": self.sums})
 
     def note(self, file: File) -> None:
         """Record that a file is whole."""
@@ -485,9 +479,7 @@ def download(hub: Hub, folder: Folder, connections: int = 4, verify: bool = Fals
         if missing and missing[-1] != files[-1]:
             missing.append(files[-1])  # config.json, which must not be there before all else is
         total, left = sum(file.size for file in missing), sum(map(folder.left_of, missing))
-        free = shutil.disk_usage(folder.path).free
-        if total - left > free:
-            raise UserError(f"{folder.path} needs {(total - left) / 1e9:.1f} GB more, and its disk has {free / 1e9:.1f} GB free")
+        check_room(folder.path, total - left)
         folder.begin(hub, commit)
         size = sum(file.size for file in files)
         print(

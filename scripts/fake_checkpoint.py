@@ -4,7 +4,6 @@ memory on, where nobody wants to download the real one first. It has no tokenize
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import Parser, UserError, run_cli
-from files import write_json
+from files import check_room, write_json
 from model import Config
 
 
@@ -57,9 +56,7 @@ def write(config: Config, out: Path, shard_bytes: int) -> None:
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} is not empty; choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out).free
-    if total > free:
-        raise UserError(f"{out} needs {total / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free")
+    check_room(out, total)
     generator, shards, pending = torch.Generator().manual_seed(0), list[list[str]](), dict[str, Tensor]()
 
     def flush() -> None:

@@ -172,14 +172,9 @@ class Service:
             if not isinstance(prompt, str) and not is_ids:
                 raise Refused(400, "prompt must be a text or a list of token ids")
         try:
-            if "max_new_tokens" not in options:  # as much as there is room for
-                room = self.llm.context - len(self.llm.encode(prompt, **options, max_new_tokens=1))
-                options["max_new_tokens"] = max(1, room)
-            ids = self.llm.encode(prompt, **options)
+            ids = self.llm.encode(prompt, **{"max_new_tokens": 1, **options})
+            options.setdefault("max_new_tokens", self.llm.context - len(ids))  # as much as there is room for
             self.llm.settled(Options(**options))
-            vocabulary = self.llm.target.config.vocab_size
-            if not 0 <= min(ids) <= max(ids) < vocabulary:
-                raise UserError(f"prompt has ids beyond the vocabulary of {vocabulary}")
         except UserError as error:
             code = "context_length_exceeded" if "the context is" in str(error) else None
             raise Refused(400, str(error), code) from None

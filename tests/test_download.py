@@ -27,6 +27,7 @@ from conftest import ROOT, hf_config
 from fake_hub import BIG, COMMIT, FIRST, NEEDED, OTHERS, REPO, SHARDS, TOKEN, FakeHub
 
 import checkpoint
+import files
 from convert_hf_checkpoint import convert
 from errors import UserError, run_cli
 from model import Config
@@ -384,11 +385,11 @@ def test_a_disk_without_room_is_told_before_the_start(hub, run, monkeypatch):
     begin(run, hub, size=2_000_000)
     need = sum(path.stat().st_size for path in FOLDER.iterdir() if path.name in NEEDED)
     left = sum(map(len, NEEDED.values())) - need - sum((FOLDER / name).stat().st_size for name in partials())
-    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: SimpleNamespace(free=left - 1))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=left - 1))
     result = run()
     assert result.status == 2 and re.search(r"downloads/Tiny-8B-Chat needs 0.0 GB more, and its disk has 0.0 GB", result.error)
     assert not hub.requests("cdn", FIRST)
-    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: SimpleNamespace(free=left))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=left))
     assert run().status == 0
 
 
