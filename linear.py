@@ -69,7 +69,7 @@ def _on_cpu(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
     """The product by our own loops or by PyTorch's."""
     ours = _native.get((x.dtype, weight.dtype, len(x) <= FEW), True)
     # PyTorch multiplies many rows as fast as we do, but must widen an int8 weight first
-    parts = x.split(native.MOST_ROWS) if weight.dtype == torch.int8 else (x,)
+    parts = x.split(native.MOST_ROWS) if weight.dtype == torch.int8 and len(x) > native.MOST_ROWS else (x,)
     if not ours or weight.nbytes < SMALL or not native.can(parts[0], weight, scale, bias):
         return torch_linear(x, weight, scale, bias)
     done = [native.few_rows(part, weight, scale, bias) for part in parts]

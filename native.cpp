@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#include <omp.h>
 #if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
@@ -27,7 +29,7 @@ constexpr int V = 8, GROUP = 3;
 constexpr int CHAINS = 4;    // vectors that sums are kept in: as many as hide the time an addition takes
 constexpr int ROWS = 4;      // of the weight, multiplied at once
 constexpr int BLOCK = 512;   // inputs widened at a time, whole turns of the chains
-constexpr int NEAR = 4096;   // inputs beyond which a row of x leaves the first-level cache, and is better read for several rows
+constexpr int NEAR = 4096;   // fp32 inputs beyond which a row of x leaves the first-level cache, and is better read for several rows
 constexpr int AHEAD = 512;   // bytes
 constexpr int STRIDE = BLOCK + 16;  // of widened rows: at a power of two they would take each other's place in the cache
 constexpr int FEW = 3;       // rows of x for which a weight is widened in registers
@@ -239,21 +241,24 @@ struct Steps {
     }
 
     static float fill_piece(const BFloat16* x, int64_t n, int16_t* to) {
-        float wide[PIECE] = {}, largest = 0, odd = 0;
+        float wide[PIECE] = {};
         for (int64_t k = 0; k < n; k++) wide[k] = widen(x[k]);
-        for (int k = 0; k < PIECE; k++) {
-            float size = std::fabs(wide[k]);
+        Floats largest = {}, odd = {};
+        for (int k = 0; k < PIECE; k += V) {
+            Floats now = load(wide + k), size = now < 0 ? -now : now;
             largest = size > largest ? size : largest;
-            odd += wide[k] * 0;  // becomes NaN if there is an infinity or a NaN, which must show in every sum
+            odd += now * 0;  // becomes NaN if there is an infinity or a NaN, which must show in every sum
         }
-        float inverse = largest > 1e-30f ? 32767 / largest : 0;
+        float most = 0;
+        for (int i = 0; i < V; i++) most = largest[i] > most ? largest[i] : most;
+        float inverse = most > 1e-30f ? 32767 / most : 0;
         for (int k = 0; k < PIECE; k++) {
             float nearest = wide[k] * inverse + 12582912.0f;  // 1.5 * 2^23: what is left of a fraction is rounded off
             int32_t bits;
             std::memcpy(&bits, &nearest, 4);
             to[k] = int16_t(bits - 0x4b400000);
         }
-        return largest / 32767 + odd;
+        return most / 32767 + sum_of(odd);
     }
 };
 
@@ -264,33 +269,39 @@ inline int32_t tail_of(const int8_t* w, const int16_t* x, int64_t n) {
     return sum;
 }
 
-// As few_dots, of one row of the weight.
-template <int C>
-inline void few_dots(const int8_t* w, const Steps& x, int64_t K, float* sums) {
-    Floats total[C];
-    float tail[C];
-    for (int c = 0; c < C; c++) total[c] = Floats{}, tail[c] = 0;
+// As few_dots.
+template <int R, int C>
+inline void few_dots(const int8_t* w, const Steps& x, int64_t K, float (*sums)[MOST]) {
+    Floats total[R][C] = {};
+    float tail[R][C] = {};
     auto add = [&](int64_t piece, int64_t n) {
-        const int8_t* row = w + piece * PIECE;
+        const int8_t* here = w + piece * PIECE;
         const int16_t* columns = x.at(piece, 0);
-        Ints sum[C][2];
-        for (int c = 0; c < C; c++) sum[c][0] = sum[c][1] = Ints{};
+        Ints sum[R][C][2] = {};
         auto step = [&](int64_t k, int u) {
-            Shorts wide = spread(row + k);
-            for (int c = 0; c < C; c++) sum[c][u] += pairs(wide, load(columns + c * PIECE + k));
+            for (int r = 0; r < R; r++) {
+                Shorts wide = spread(here + r * K + k);
+                for (int c = 0; c < C; c++) sum[r][c][u] += pairs(wide, load(columns + c * PIECE + k));
+            }
         };
         int64_t k = 0;
-        for (; k + 4 * V <= n; k += 4 * V) step(k, 0), step(k + 2 * V, 1);
-        if (k + 2 * V <= n) step(k, 0);
-        for (int c = 0; c < C; c++) {
-            float step = x.step_at(piece, c);
-            total[c] = multiplied(__builtin_convertvector(sum[c][0] + sum[c][1], Floats), Floats{} + step, total[c]);
-            if (n % (2 * V)) tail[c] = float(tail_of(row, columns + c * PIECE, n)) * step;
+        for (; k + 4 * V <= n; k += 4 * V) {
+            for (int r = 0; R > 1 && r < R; r++) __builtin_prefetch(here + r * K + k + AHEAD);
+            step(k, 0), step(k + 2 * V, 1);
         }
+        if (k + 2 * V <= n) step(k, 0);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) {
+                float step = x.step_at(piece, c);
+                Floats whole = __builtin_convertvector(sum[r][c][0] + sum[r][c][1], Floats);
+                total[r][c] = multiplied(whole, Floats{} + step, total[r][c]);
+                if (n % (2 * V)) tail[r][c] = float(tail_of(here + r * K, columns + c * PIECE, n)) * step;
+            }
     };
     for (int64_t piece = 0; piece < K / PIECE; piece++) add(piece, PIECE);
     if (K % PIECE) add(K / PIECE, K % PIECE);
-    for (int c = 0; c < C; c++) sums[c] = sum_of(total[c]) + tail[c];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sums[r][c] = sum_of(total[r][c]) + tail[r][c];
 }
 
 // totals[r][c] += row r of the widened weight · row c of x, over n inputs; whole vectors alone.
@@ -351,10 +362,11 @@ void dots(const W* w, const float* x, int64_t T, int64_t K, float (*sums)[MOST])
 template <int R>
 void dots(const int8_t* w, const Steps& x, int64_t T, int64_t K, float (*sums)[MOST]) {
     if (T > FEW) return block_dots<R>(w, x, T, K, sums);
+    if (T == 1 && K > 2 * NEAR) return few_dots<R, 1>(w, x, K, sums);
     for (int r = 0; r < R; r++) {
-        if (T == 1) few_dots<1>(w + r * K, x, K, sums[r]);
-        if (T == 2) few_dots<2>(w + r * K, x, K, sums[r]);
-        if (T == 3) few_dots<3>(w + r * K, x, K, sums[r]);
+        if (T == 1) few_dots<1, 1>(w + r * K, x, K, sums + r);
+        if (T == 2) few_dots<1, 2>(w + r * K, x, K, sums + r);
+        if (T == 3) few_dots<1, 3>(w + r * K, x, K, sums + r);
     }
 }
 
@@ -371,9 +383,10 @@ void rows(const W* w, const In& x, const float* scale, const X* bias, X* out, in
 
 template <class W, class In, class X>
 void product(const W* w, const In& x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K) {
-    int64_t blocks = N / ROWS, share = blocks / 64;  // shares small enough for many threads, and for one that is held up
+    // shares small enough for a thread that is held up, and large enough for what processors foresee
+    int64_t blocks = N / ROWS, share = blocks / (16 * omp_get_max_threads());
     if (share < 1) share = 1;
-    if (share > 32) share = 32;
+    if (share > 64) share = 64;
 #pragma omp parallel for schedule(dynamic, share)
     for (int64_t block = 0; block < blocks; block++) rows<ROWS>(w, x, scale, bias, out, T, N, K, block * ROWS);
     for (int64_t row = blocks * ROWS; row < N; row++) rows<1>(w, x, scale, bias, out, T, N, K, row);
