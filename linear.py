@@ -26,7 +26,7 @@ JUDGE_ROWS = 8  # rows added to the output projection for the one judge row: eig
 MODES = ("int8", "int4-g32", "int4-g128")
 QUANTIZED = ("wqkv", "wo", "w13", "w2", "output")  # the layers that are quantized; embeddings, norms and biases never are
 Product = Callable[..., Tensor]
-SMALL = 1 << 18  # bytes of a weight: below, PyTorch multiplies it, since calling our loops would cost as much as they gain
+SMALL = 1 << 18  # bytes of a weight: below, calling a product costs as much as the product
 FEW = 3  # rows for which products are bound by reading the weight
 BFLOAT16_PRODUCTS = bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -65,12 +65,16 @@ def torch_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor |
 _native: dict[tuple[torch.dtype, torch.dtype, bool], bool] = {}  # whether our loops are used; until ``choose``, they are
 
 
+def ours(x_dtype: torch.dtype, w_dtype: torch.dtype, T: int) -> bool:
+    """Whether T rows on a CPU are multiplied by our own loops."""
+    return _native.get((x_dtype, w_dtype, T <= FEW), True)
+
+
 def _on_cpu(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
     """The product by our own loops or by PyTorch's."""
-    ours = _native.get((x.dtype, weight.dtype, len(x) <= FEW), True)
     # PyTorch multiplies many rows as fast as we do, but must widen an int8 weight first
     parts = x.split(native.MOST_ROWS) if weight.dtype == torch.int8 and len(x) > native.MOST_ROWS else (x,)
-    if not ours or weight.nbytes < SMALL or not native.can(parts[0], weight, scale, bias):
+    if not ours(x.dtype, weight.dtype, len(x)) or weight.nbytes < SMALL or not native.can(parts[0], weight, scale, bias):
         return torch_linear(x, weight, scale, bias)
     done = [native.few_rows(part, weight, scale, bias) for part in parts]
     return done[0] if len(done) == 1 else torch.cat(done)
@@ -93,8 +97,8 @@ def choose(x_dtype: torch.dtype, quantization: str) -> None:
 
 def _is_faster(x: Tensor, weight: Tensor, scale: Tensor | None) -> bool:
     """Whether our product takes at most 4/3 of PyTorch's time: the best of five of each."""
-    ours, theirs = cold_seconds((native.few_rows, torch_linear), (x, weight, scale, None), 5)
-    return min(ours) < 4 / 3 * min(theirs)
+    own, theirs = cold_seconds((native.few_rows, torch_linear), (x, weight, scale, None), 5)
+    return min(own) < 4 / 3 * min(theirs)
 
 
 def cold_seconds(ways: Sequence[Product], args: tuple[Tensor | None, ...], repeat: int) -> list[list[float]]:

@@ -11,17 +11,20 @@ S = positions of the cache that are read.
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import native
 from errors import UserError
-from linear import Int4Linear, Int8Linear, Linear, group_of, make_linear
+from linear import SMALL, Int4Linear, Int8Linear, Linear, group_of, make_linear, ours
 from tp import Ranks, check_divides, gather_last, local_config, sum_ranks
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -259,6 +262,49 @@ class Block(nn.Module):
         x = x + self.whole(self.wo(attended.unflatten(1, (-1, T)).permute(2, 0, 1, 3).flatten(1)))
         return x + self.feed_forward(x)
 
+    def native_step(self) -> native.LayerStep | None:
+        """``step`` by native.cpp, without its mask; None where that doesn't know this layer's form."""
+        products = (self.wqkv, self.wo, self.w13, self.w2)
+        if self.divided or self.w2.weight.device.type != "cpu" or isinstance(self.w2, Int4Linear):
+            return None
+        weights = [(product.weight, getattr(product, "scale", None), product.bias) for product in products]
+        norms = [getattr(norm, "weight", None) for norm in (self.attn_norm, self.ffn_norm, self.q_norm, self.k_norm)]
+        if not native.LayerStep.can(weights, norms):
+            return None
+        return native.LayerStep(weights, norms, (self.n_heads, self.n_kv_heads, self.head_dim), self.attn_norm.eps)
+
+    def fast_step(self, dynamic: bool, own: native.LayerStep | None) -> Callable[..., Tensor]:
+        """``own``, for as many tokens as its products suit, and else ``step`` compiled."""
+        compiled = functools.cache(lambda: torch.compile(self.step, dynamic=dynamic))
+        if own is None:
+            return compiled()
+        weight, small = self.w2.weight, self.w2.weight.nbytes < SMALL
+
+        def step(x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if len(x) <= native.MOST_ROWS and (small or ours(x.dtype, weight.dtype, len(x))):
+                return own(x, cos, sin, positions, k, v)
+            return compiled()(x, cos, sin, mask, positions, k, v)
+
+        return step
+
+
+@torch.inference_mode()
+def native_agrees(config: Config) -> bool:
+    """Whether native.cpp's layer does what ``Block.step`` does, on a small layer of a structure like ``config``'s, in fp32.
+
+    It doesn't once somebody has changed ``Block``.
+    """
+    T, C, source = 3, 16, torch.Generator().manual_seed(0)
+    block = Block(replace(config, dim=48, n_heads=4, n_kv_heads=2, head_dim=C, ffn_dim=40))
+    for weight in block.parameters():
+        weight.normal_(std=0.3, generator=source)
+    own = block.native_step()
+    x, cos, sin = (torch.randn((T, n), generator=source) for n in (48, C, C))
+    positions, mask = torch.arange(T), torch.full((T, T), -math.inf).triu(1).repeat(2, 1)
+    caches = torch.zeros((2, 2, 2, T, C))
+    wanted = block.step(x, cos, sin, mask, positions, *caches[0])
+    return own is not None and torch.allclose(own(x, cos, sin, positions, *caches[1]), wanted, rtol=1e-4, atol=1e-4)
+
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two texts have in common at their start."""
@@ -341,8 +387,8 @@ class Transformer(nn.Module):
         mask = torch.zeros((), dtype=x.dtype, device=x.device).masked_fill(hidden_from_query, float("-inf"))
         mask = mask.repeat(groups, 1)
         steps = self.compiled_steps if compiled else self.block_steps
-        for i, block_step in enumerate(steps):
-            x = block_step(x, cos, sin, mask, positions, cache.k[i, :, :bucket], cache.v[i, :, :bucket])
+        for block_step, k, v in zip(steps, cache.k[:, :, :bucket].unbind(), cache.v[:, :, :bucket].unbind()):
+            x = block_step(x, cos, sin, mask, positions, k, v)
         return x
 
     def read(self, text: Sequence[int], cache: Cache, states: Tensor | None = None) -> None:
@@ -422,10 +468,19 @@ class Transformer(nn.Module):
         return 2 * local.n_layers * local.n_kv_heads * local.head_dim * self.norm.weight.element_size()
 
     def compile_blocks(self, dynamic: bool) -> None:
-        """Compile the layer step once, for all layers. With ``dynamic``, one graph serves every T > 1 and every bucket."""
-        # each bucket and each number of rows may be a graph of its own: with the default limit the later ones would run uncompiled
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        self.compiled_steps = [torch.compile(layer.step, dynamic=dynamic) for layer in self._blocks()]
+        """Bring the layers' steps into their fast form: on a CPU native.cpp's layer where it can be had, else compiled.
+
+        All layers share one compilation. With ``dynamic``, one graph serves every T > 1 and every bucket.
+        """
+        blocks = list(self._blocks())
+        own = [layer.native_step() for layer in blocks]
+        if None not in own and not native_agrees(self.local):
+            print("native.cpp's layer doesn't do what Block.step does, which is compiled instead", file=sys.stderr)
+            own = [None] * len(own)
+        if None in own:
+            # each bucket and each number of rows may be a graph of its own: beyond the default limit they would run uncompiled
+            torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        self.compiled_steps = [layer.fast_step(dynamic, step) for layer, step in zip(blocks, own)]
 
 
 class Reader:

@@ -1,419 +1,235 @@
-// Products of a few rows with a weight matrix on a CPU; compiled by native.py at first use.
-//
-// Each output is one dot product along the inputs, whose terms are added in an order that depends on the number of inputs
-// alone: not on how many rows are multiplied together, nor on the number of threads. So a row's product is the same to the bit
-// whether the row is alone or one of a block.
-//
-// Products are fp32, but where x is bfloat16 and the weight int8: there x is written in steps of 16 bits, one step for each PIECE
-// inputs (32,767 of them reach the largest, so that it loses less than bfloat16 has lost already), and products are whole numbers,
-// of which a register holds twice as many.
+// What native.py compiles at first use: products of a few rows, and whole layers of a few tokens, on a CPU.
 
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+#include <algorithm>
 
-#include <omp.h>
-#if defined(__AVX2__) || defined(__FMA__)
-#include <immintrin.h>
-#endif
+#include "products.h"
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int V = 16, GROUP = 6;  // floats in a register; rows of x that are multiplied at once, as registers allow
-#else
-constexpr int V = 8, GROUP = 3;
-#endif
-constexpr int CHAINS = 4;    // vectors that sums are kept in: as many as hide the time an addition takes
-constexpr int ROWS = 4;      // of the weight, multiplied at once
-constexpr int BLOCK = 512;   // inputs widened at a time, whole turns of the chains
-constexpr int NEAR = 4096;   // fp32 inputs beyond which a row of x leaves the first-level cache, and is better read for several rows
-constexpr int AHEAD = 512;   // bytes
-constexpr int STRIDE = BLOCK + 16;  // of widened rows: at a power of two they would take each other's place in the cache
-constexpr int FEW = 3;       // rows of x for which a weight is widened in registers
-constexpr int MOST = 64;     // rows of x
-constexpr int PIECE = 512;   // inputs that share a step of x; sums of so many products stay below 2^31
+constexpr int64_t TOGETHER = 8;  // tokens whose attention one thread works out
 
-typedef float Floats __attribute__((vector_size(4 * V), aligned(4)));
-typedef int32_t Ints __attribute__((vector_size(4 * V), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(4 * V), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(2 * V), aligned(2)));
-typedef int8_t Bytes __attribute__((vector_size(V), aligned(1)));
-typedef int16_t Shorts __attribute__((vector_size(4 * V), aligned(2)));
-typedef int8_t ManyBytes __attribute__((vector_size(2 * V), aligned(1)));
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-inline float widen(int8_t x) { return x; }
-inline float widen(BFloat16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
+// e^x; x is held between -87 and 88, where it is no NaN. The polynomial is Cephes' expf.
+inline Floats exp_of(Floats x) {
+    x = x < -87.0f ? Floats{} - 87.0f : x;
+    x = x > 88.0f ? Floats{} + 88.0f : x;
+    Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats sum = Floats{} + 1.9875691500e-4f;
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) sum = sum * r + c;
+    sum = sum * r * r + r + 1.0f;
+    return sum * Floats((Ints(shifted) - 0x4b400000 + 127) << 23);  // the bits of 2^n
 }
 
-inline void narrow(float x, float* to) { *to = x; }
-inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-inline Floats load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
-inline Floats load(const int8_t* p) {
-#if defined(__AVX512F__)  // compilers make many instructions of the general form
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#else
-    return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Bytes*>(p), Ints), Floats);
-#endif
-}
-inline Floats load(const BFloat16* p) {
-#if defined(__AVX512F__)
-    __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
-    return _mm512_castsi512_ps(wide);
-#elif defined(__AVX2__)
-    __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
-    return _mm256_castsi256_ps(wide);
-#else
-    Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
-    Floats same;
-    std::memcpy(&same, &wide, sizeof same);
-    return same;
-#endif
-}
-
-inline Floats multiplied(Floats a, Floats b, Floats sum) {
-#if defined(__AVX512F__)
-    return _mm512_fmadd_ps(a, b, sum);
-#elif defined(__FMA__)
-    return _mm256_fmadd_ps(a, b, sum);
-#else
-    return sum + a * b;
-#endif
-}
-
-// Compilers would load x anew at each use.
-template <class X>
-inline void in_register(X& x) {
-#ifdef __AVX__
-    asm("" : "+v"(x));
-#endif
-}
-
-inline float sum_of(Floats x) {
+inline void store(Floats x, float* to) { std::memcpy(to, &x, sizeof x); }
+inline void store(Floats x, BFloat16* to) {
     float lanes[V];
     std::memcpy(lanes, &x, sizeof x);
-    for (int half = V / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+    for (int i = 0; i < V; i++) narrow(lanes[i], to + i);
 }
 
-// The terms of a dot product are added up in CHAINS vectors in turn, and these in their order at the end.
-inline float dot_of(const Floats* total, float tail) {
-    Floats sum = total[0];
-    for (int u = 1; u < CHAINS; u++) sum += total[u];
-    return sum_of(sum) + tail;
+template <class X>
+inline X narrowed(float x) {
+    X to;
+    narrow(x, &to);
+    return to;
 }
 
-// What whole vectors leave over.
-template <class W>
-inline float tail_of(const W* w, const float* x, int64_t K) {
-    float sum = 0;
-    for (int64_t k = K / V * V; k < K; k++) sum += widen(w[k]) * x[k];
-    return sum;
-}
-
-// sums[r][c] = row r of the weight · row c of x, for few rows of x. A single row of the weight is read from end to end, as
-// processors foresee it; several are asked for AHEAD of their use.
-template <int R, int C, class W>
-inline void few_dots(const W* w, const float* x, int64_t K, float (*sums)[MOST]) {
-    Floats total[R][C][CHAINS] = {};
-    auto step = [&](int64_t k, int u) {
-        for (int r = 0; r < R; r++) {
-            Floats row = load(w + r * K + k);
-            for (int c = 0; c < C; c++) total[r][c][u] = multiplied(row, load(x + c * K + k), total[r][c][u]);
-        }
-    };
-    int64_t k = 0;
-    for (; k + CHAINS * V <= K; k += CHAINS * V) {
-        for (int r = 0; R > 1 && r < R; r++) __builtin_prefetch(reinterpret_cast<const char*>(w + r * K + k) + AHEAD);
-        for (int u = 0; u < CHAINS; u++) step(k + u * V, u);
-    }
-    for (int u = 0; k + V <= K; k += V, u++) step(k, u);
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) sums[r][c] = dot_of(total[r][c], tail_of(w + r * K, x + c * K, K));
-}
-
-// totals[r][c] += row r of the widened weight · row c of x, over n inputs; whole vectors alone.
-template <int R, int C>
-inline void tile(const float (*w)[STRIDE], const float* x, int64_t x_stride, int64_t n, Floats (*totals)[MOST][CHAINS]) {
-    for (int u = 0; u < CHAINS; u++) {
-        Floats total[R][C];
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) total[r][c] = totals[r][c][u];
-        for (int64_t k = u * V; k + V <= n; k += CHAINS * V) {
-            Floats columns[C];
-            for (int c = 0; c < C; c++) in_register(columns[c] = load(x + c * x_stride + k));
-            for (int r = 0; r < R; r++) {
-                Floats row = load(&w[r][k]);
-                for (int c = 0; c < C; c++) total[r][c] = multiplied(row, columns[c], total[r][c]);
-            }
-        }
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) totals[r][c][u] = total[r][c];
-    }
-}
-
-// sums[r][t] = row r of the weight · row t of x, for many rows of x: the weight is widened a block at a time, once for all.
-template <int R, class W>
-inline void block_dots(const W* w, const float* x, int64_t T, int64_t K, float (*sums)[MOST]) {
-    float wide[R][STRIDE];
-    Floats totals[R][MOST][CHAINS];
-    for (int r = 0; r < R; r++) std::memset(totals[r], 0, T * sizeof(totals[r][0]));
-    for (int64_t start = 0; start < K; start += BLOCK) {
-        int64_t n = K - start < BLOCK ? K - start : BLOCK;
-        const W* here = w + start;
-        for (int r = 0; r < R; r++)
-            for (int64_t k = 0; k + V <= n; k += V) {
-                *reinterpret_cast<Floats*>(&wide[r][k]) = load(here + r * K + k);
-                __builtin_prefetch(here + (r + R) * K + k);
-            }
-        auto at = [&](int64_t t) { return reinterpret_cast<Floats (*)[MOST][CHAINS]>(&totals[0][t]); };
-        int64_t t = 0;
-        for (; t + GROUP <= T; t += GROUP) tile<R, GROUP>(wide, x + t * K + start, K, n, at(t));
-        for (; t + 2 <= T; t += 2) tile<R, 2>(wide, x + t * K + start, K, n, at(t));
-        for (; t < T; t++) tile<R, 1>(wide, x + t * K + start, K, n, at(t));
-    }
-    for (int r = 0; r < R; r++)
-        for (int64_t t = 0; t < T; t++) sums[r][t] = dot_of(totals[r][t], tail_of(w + r * K, x + t * K, K));
-}
-
-inline Shorts load(const int16_t* p) { return *reinterpret_cast<const Shorts*>(p); }
-inline Shorts spread(const int8_t* p) {
-#if defined(__AVX512BW__)
-    return Shorts(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    return Shorts(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#else
-    return __builtin_convertvector(*reinterpret_cast<const ManyBytes*>(p), Shorts);
-#endif
-}
-
-// Sums of the products of neighbours.
-inline Ints pairs(Shorts a, Shorts b) {
-#if defined(__AVX512BW__)
-    return Ints(_mm512_madd_epi16(__m512i(a), __m512i(b)));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    return Ints(_mm256_madd_epi16(__m256i(a), __m256i(b)));
-#else
-    Ints sums;
-    for (int i = 0; i < V; i++) sums[i] = int32_t(a[2 * i]) * b[2 * i] + int32_t(a[2 * i + 1]) * b[2 * i + 1];
-    return sums;
-#endif
-}
-
-// x [T, K] in steps: PIECE inputs of every row, then the next PIECE, the last filled up with zeros.
-struct Steps {
-    std::vector<int16_t> q;   // [pieces, T, PIECE]
-    std::vector<float> step;  // [pieces, T]
-    int64_t T;
-
-    const int16_t* at(int64_t piece, int64_t t) const { return q.data() + (piece * T + t) * PIECE; }
-    float step_at(int64_t piece, int64_t t) const { return step[piece * T + t]; }
-
-    void fill(const BFloat16* x, int64_t rows, int64_t K) {
-        int64_t pieces = (K + PIECE - 1) / PIECE;
-        T = rows;
-        q.resize(pieces * T * PIECE);
-        step.resize(pieces * T);
-#pragma omp parallel for schedule(static) if (T > FEW)
-        for (int64_t i = 0; i < pieces * T; i++) {
-            int64_t start = i / T * PIECE, n = K - start < PIECE ? K - start : PIECE;
-            step[i] = fill_piece(x + i % T * K + start, n, q.data() + i * PIECE);
-        }
-    }
-
-    static float fill_piece(const BFloat16* x, int64_t n, int16_t* to) {
-        float wide[PIECE] = {};
-        for (int64_t k = 0; k < n; k++) wide[k] = widen(x[k]);
-        Floats largest = {}, odd = {};
-        for (int k = 0; k < PIECE; k += V) {
-            Floats now = load(wide + k), size = now < 0 ? -now : now;
-            largest = size > largest ? size : largest;
-            odd += now * 0;  // becomes NaN if there is an infinity or a NaN, which must show in every sum
-        }
-        float most = 0;
-        for (int i = 0; i < V; i++) most = largest[i] > most ? largest[i] : most;
-        float inverse = most > 1e-30f ? 32767 / most : 0;
-        for (int k = 0; k < PIECE; k++) {
-            float nearest = wide[k] * inverse + 12582912.0f;  // 1.5 * 2^23: what is left of a fraction is rounded off
-            int32_t bits;
-            std::memcpy(&bits, &nearest, 4);
-            to[k] = int16_t(bits - 0x4b400000);
-        }
-        return most / 32767 + sum_of(odd);
-    }
+// One layer of a model, as model.py's Block.step has it; X is what x, the norms and the caches are, W what the weights are.
+struct Layer {
+    Matrix wqkv, wo, w13, w2;
+    const void *attn_norm, *ffn_norm, *q_norm, *k_norm;  // the last two may be null
+    int64_t heads, kv_heads, head_dim;
+    float eps;
 };
 
-// Inputs behind the last whole vector.
-inline int32_t tail_of(const int8_t* w, const int16_t* x, int64_t n) {
-    int32_t sum = 0;
-    for (int64_t k = n / (2 * V) * (2 * V); k < n; k++) sum += w[k] * x[k];
-    return sum;
+template <class X>
+inline void norm(const X* x, const X* weight, float eps, int64_t n, X* out) {
+    Floats squares = {};
+    float tail = 0;
+    int64_t k = 0;
+    for (; k + V <= n; k += V) squares = multiplied(load(x + k), load(x + k), squares);
+    for (; k < n; k++) tail += widen(x[k]) * widen(x[k]);
+    float inverse = 1 / std::sqrt((sum_of(squares) + tail) / n + eps);
+    for (k = 0; k < n; k++) out[k] = narrowed<X>(widen(narrowed<X>(widen(x[k]) * inverse)) * widen(weight[k]));
 }
 
-// As few_dots.
-template <int R, int C>
-inline void few_dots(const int8_t* w, const Steps& x, int64_t K, float (*sums)[MOST]) {
-    Floats total[R][C] = {};
-    float tail[R][C] = {};
-    auto add = [&](int64_t piece, int64_t n) {
-        const int8_t* here = w + piece * PIECE;
-        const int16_t* columns = x.at(piece, 0);
-        Ints sum[R][C][2] = {};
-        auto step = [&](int64_t k, int u) {
-            for (int r = 0; r < R; r++) {
-                Shorts wide = spread(here + r * K + k);
-                for (int c = 0; c < C; c++) sum[r][c][u] += pairs(wide, load(columns + c * PIECE + k));
+// A head of q or k: its norm, where it has one, and RoPE, to X's precision.
+template <class X>
+inline void turn(X* head, const void* weight, float eps, const float* cos, const float* sin, int64_t C) {
+    if (weight) norm(head, static_cast<const X*>(weight), eps, C, head);
+    for (int64_t c = 0; c < C / 2; c++) {
+        float a = widen(head[c]), b = widen(head[c + C / 2]);
+        head[c] = narrowed<X>(a * cos[c] - b * sin[c]);
+        head[c + C / 2] = narrowed<X>(b * cos[c + C / 2] + a * sin[c + C / 2]);
+    }
+}
+
+// sums [W · V] += n rows of values, M apart, times their weights p [n].
+template <int W>
+inline void mix(const float* p, const float* values, int64_t M, int64_t n, float* sums) {
+    Floats total[W];
+    for (int i = 0; i < W; i++) total[i] = load(sums + i * V);
+    for (int64_t s = 0; s < n; s++)
+        for (int i = 0; i < W; i++) total[i] = multiplied(load(values + s * M + i * V), Floats{} + p[s], total[i]);
+    for (int i = 0; i < W; i++) store(total[i], sums + i * V);
+}
+
+// p [n], filled up to whole vectors, becomes e^(p - the largest). Returns the sum.
+inline float exponentials(float* p, int64_t n) {
+    float largest = p[0];
+    for (int64_t s = 1; s < n; s++) largest = p[s] > largest ? p[s] : largest;
+    Floats sums = {};
+    for (int64_t s = 0; s < n; s += V) {
+        Floats power = exp_of(load(p + s) - largest);
+        for (int64_t i = n - s; i < V; i++) power[i] = 0;
+        store(power, p + s);
+        sums += power;
+    }
+    return sum_of(sums);
+}
+
+// out of the queries q of some rows, G heads in each, that read the same keys and values [position, C]; the rows lie q_stride and
+// out_stride apart, and each reads up to its own position. Keys and values are widened a block at a time, once for all queries.
+template <class X>
+void attend(const X* q, int64_t q_stride, const X* k, const X* v, const int64_t* positions, int64_t rows, int64_t G, int64_t C,
+            X* out, int64_t out_stride) {
+    constexpr int64_t NEXT = 64;  // positions of a block
+    static thread_local std::vector<float> vectors, scores, totals;
+    int64_t longest = *std::max_element(positions, positions + rows) + 1, Q = rows * G;
+    int64_t M = (C + V - 1) / V * V, N = (longest + V - 1) / V * V;  // filled up to whole vectors
+    vectors.assign((2 * Q + NEXT) * M, 0);
+    scores.resize(Q * N), totals.resize(Q);
+    float *queries = vectors.data(), *sums = queries + Q * M, *block = sums + Q * M, scale = 1 / std::sqrt(float(C));
+    for (int64_t i = 0; i < Q; i++)
+        for (int64_t c = 0; c < C; c++) queries[i * M + c] = widen(q[i / G * q_stride + i % G * C + c]) * scale;
+    auto by_blocks = [&](const X* from, auto each) {
+        for (int64_t start = 0; start < longest; start += NEXT) {
+            int64_t end = start + NEXT < longest ? start + NEXT : longest;
+            for (int64_t s = start; s < end; s++)
+                for (int64_t c = 0; c < C; c++) block[(s - start) * M + c] = widen(from[s * C + c]);
+            for (int64_t i = 0; i < Q; i++) {
+                int64_t n = positions[i / G] + 1 - start;
+                if (n > 0) each(i, start, n < NEXT ? n : NEXT);
             }
-        };
-        int64_t k = 0;
-        for (; k + 4 * V <= n; k += 4 * V) {
-            for (int r = 0; R > 1 && r < R; r++) __builtin_prefetch(here + r * K + k + AHEAD);
-            step(k, 0), step(k + 2 * V, 1);
         }
-        if (k + 2 * V <= n) step(k, 0);
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) {
-                float step = x.step_at(piece, c);
-                Floats whole = __builtin_convertvector(sum[r][c][0] + sum[r][c][1], Floats);
-                total[r][c] = multiplied(whole, Floats{} + step, total[r][c]);
-                if (n % (2 * V)) tail[r][c] = float(tail_of(here + r * K, columns + c * PIECE, n)) * step;
-            }
     };
-    for (int64_t piece = 0; piece < K / PIECE; piece++) add(piece, PIECE);
-    if (K % PIECE) add(K / PIECE, K % PIECE);
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) sums[r][c] = sum_of(total[r][c]) + tail[r][c];
-}
-
-// totals[r][c] += row r of the widened weight · row c of x, over n inputs; whole vectors alone.
-template <int R, int C>
-inline void tile(const int16_t (*w)[PIECE], const int16_t* x, const float* step, int64_t n, Floats (*totals)[MOST]) {
-    Ints sum[R][C] = {};
-    for (int64_t k = 0; k + 2 * V <= n; k += 2 * V) {
-        Shorts columns[C];
-        for (int c = 0; c < C; c++) in_register(columns[c] = load(x + c * PIECE + k));
-        for (int r = 0; r < R; r++) {
-            Shorts row = load(&w[r][k]);
-            in_register(row);
-            for (int c = 0; c < C; c++) sum[r][c] += pairs(row, columns[c]);
+    by_blocks(k, [&](int64_t i, int64_t start, int64_t n) {
+        for (int64_t s = 0; s < n; s++) {
+            Floats sum = {};  // of one position after another, whose chains run side by side
+            for (int64_t c = 0; c < M; c += V) sum = multiplied(load(queries + i * M + c), load(block + s * M + c), sum);
+            scores[i * N + start + s] = sum_of(sum);
         }
-    }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++)
-            totals[r][c] = multiplied(__builtin_convertvector(sum[r][c], Floats), Floats{} + step[c], totals[r][c]);
+    });
+    for (int64_t i = 0; i < Q; i++) totals[i] = exponentials(&scores[i * N], positions[i / G] + 1);
+    by_blocks(v, [&](int64_t i, int64_t start, int64_t n) {
+        float *p = &scores[i * N], *sum = sums + i * M;
+        int64_t c = 0;
+        for (; c + 4 * V <= M; c += 4 * V) mix<4>(p + start, block + c, M, n, sum + c);
+        for (; c < M; c += V) mix<1>(p + start, block + c, M, n, sum + c);
+    });
+    for (int64_t i = 0; i < Q; i++)
+        for (int64_t c = 0; c < C; c++) narrow(sums[i * M + c] / totals[i], out + i / G * out_stride + i % G * C + c);
 }
 
-// As block_dots.
-template <int R>
-inline void block_dots(const int8_t* w, const Steps& x, int64_t T, int64_t K, float (*sums)[MOST]) {
-    int16_t wide[R][PIECE];
-    Floats totals[R][MOST];
-    float tails[R][MOST] = {};
-    for (int r = 0; r < R; r++) std::memset(totals[r], 0, T * sizeof(Floats));
-    for (int64_t start = 0, piece = 0; start < K; start += PIECE, piece++) {
-        int64_t n = K - start < PIECE ? K - start : PIECE;
-        for (int r = 0; r < R; r++)
-            for (int64_t k = 0; k + 2 * V <= n; k += 2 * V) {
-                *reinterpret_cast<Shorts*>(&wide[r][k]) = spread(w + r * K + start + k);
-                __builtin_prefetch(w + (r + R) * K + start + k);
+// What a layer works in.
+template <class X>
+struct Desk {
+    Room room;
+    std::vector<X> normed, qkv, attended, part, gates, gated;
+};
+
+template <class X, class W>
+void step(const Layer& l, const X* x, X* out, const float* cos, const float* sin, const int64_t* positions, X* k, X* v,
+          int64_t stride, int64_t T) {
+    static thread_local Desk<X> desks;
+    Desk<X>& desk = desks;
+    int64_t D = l.wqkv.inputs, C = l.head_dim, H = l.heads, KV = l.kv_heads, F = l.w2.inputs, G = H / KV, width = (H + 2 * KV) * C;
+    desk.normed.resize(T * D), desk.qkv.resize(T * width), desk.attended.resize(T * H * C);
+    desk.part.resize(T * D), desk.gates.resize(T * 2 * F), desk.gated.resize(T * F);
+    int64_t widest = F > H * C ? F : H * C;
+    desk.room.make(T, widest > D ? widest : D, sizeof(X) == 2 && sizeof(W) == 1);
+    auto weight = [](const void* p) { return static_cast<const X*>(p); };
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < T; t++) norm(x + t * D, weight(l.attn_norm), l.eps, D, &desk.normed[t * D]);
+        multiply<X, W>(desk.room, desk.normed.data(), l.wqkv, desk.qkv.data(), T);
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t t = 0; t < T; t++)
+            for (int64_t h = 0; h < H + 2 * KV; h++) {
+                X* head = &desk.qkv[t * width + h * C];
+                if (h < H + KV) turn(head, h < H ? l.q_norm : l.k_norm, l.eps, cos + t * C, sin + t * C, C);
+                if (h >= H) {
+                    X* cache = h < H + KV ? k + (h - H) * stride : v + (h - H - KV) * stride;
+                    std::memcpy(cache + positions[t] * C, head, C * sizeof(X));
+                }
             }
-        auto at = [&](int64_t t) { return reinterpret_cast<Floats (*)[MOST]>(&totals[0][t]); };
-        const float* step = &x.step[piece * T];
-        int64_t t = 0;
-        for (; t + 2 <= T; t += 2) tile<R, 2>(wide, x.at(piece, t), step + t, n, at(t));
-        if (t < T) tile<R, 1>(wide, x.at(piece, t), step + t, n, at(t));
-        for (int r = 0; n % (2 * V) && r < R; r++)
-            for (t = 0; t < T; t++) tails[r][t] += float(tail_of(w + r * K + start, x.at(piece, t), n)) * step[t];
-    }
-    for (int r = 0; r < R; r++)
-        for (int64_t t = 0; t < T; t++) sums[r][t] = sum_of(totals[r][t]) + tails[r][t];
-}
-
-template <int R, class W>
-void dots(const W* w, const float* x, int64_t T, int64_t K, float (*sums)[MOST]) {
-    if (T > FEW) return block_dots<R>(w, x, T, K, sums);
-    if (T == 1 && K > NEAR) return few_dots<R, 1>(w, x, K, sums);
-    for (int r = 0; r < R; r++) {
-        if (T == 1) few_dots<1, 1>(w + r * K, x, K, sums + r);
-        if (T == 2) few_dots<1, 2>(w + r * K, x, K, sums + r);
-        if (T == 3) few_dots<1, 3>(w + r * K, x, K, sums + r);
-    }
-}
-
-template <int R>
-void dots(const int8_t* w, const Steps& x, int64_t T, int64_t K, float (*sums)[MOST]) {
-    if (T > FEW) return block_dots<R>(w, x, T, K, sums);
-    if (T == 1 && K > 2 * NEAR) return few_dots<R, 1>(w, x, K, sums);
-    for (int r = 0; r < R; r++) {
-        if (T == 1) few_dots<1, 1>(w + r * K, x, K, sums + r);
-        if (T == 2) few_dots<1, 2>(w + r * K, x, K, sums + r);
-        if (T == 3) few_dots<1, 3>(w + r * K, x, K, sums + r);
-    }
-}
-
-template <int R, class W, class In, class X>
-void rows(const W* w, const In& x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K, int64_t first) {
-    float sums[R][MOST];
-    dots<R>(w + first * K, x, T, K, sums);
-    for (int r = 0; r < R; r++)
+#pragma omp for schedule(dynamic) collapse(2)
+        for (int64_t t = 0; t < T; t += TOGETHER)
+            for (int64_t h = 0; h < KV; h++)
+                attend(&desk.qkv[t * width + h * G * C], width, k + h * stride, v + h * stride, positions + t,
+                       T - t < TOGETHER ? T - t : TOGETHER, G, C, &desk.attended[(t * H + h * G) * C], H * C);
+        multiply<X, W>(desk.room, desk.attended.data(), l.wo, desk.part.data(), T);
+#pragma omp for schedule(static)
         for (int64_t t = 0; t < T; t++) {
-            float sum = scale ? sums[r][t] * scale[first + r] : sums[r][t];
-            narrow(bias ? sum + widen(bias[first + r]) : sum, out + t * N + first + r);
+            for (int64_t d = t * D; d < (t + 1) * D; d++) out[d] = narrowed<X>(widen(x[d]) + widen(desk.part[d]));
+            norm(out + t * D, weight(l.ffn_norm), l.eps, D, &desk.normed[t * D]);
         }
+        multiply<X, W>(desk.room, desk.normed.data(), l.w13, desk.gates.data(), T);
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t t = 0; t < T; t++)
+            for (int64_t f = 0; f < F; f += V) {
+                const X* gate = &desk.gates[t * 2 * F + f];
+                if (f + V <= F) {
+                    Floats wide = load(gate);
+                    store(wide / (exp_of(-wide) + 1.0f) * load(gate + F), &desk.gated[t * F + f]);
+                } else {
+                    for (int64_t i = 0; f + i < F; i++) {
+                        float wide = widen(gate[i]);
+                        desk.gated[t * F + f + i] = narrowed<X>(wide / (exp_of(Floats{} - wide)[0] + 1) * widen(gate[F + i]));
+                    }
+                }
+            }
+        multiply<X, W>(desk.room, desk.gated.data(), l.w2, desk.part.data(), T);
+#pragma omp for schedule(static)
+        for (int64_t d = 0; d < T * D; d++) out[d] = narrowed<X>(widen(out[d]) + widen(desk.part[d]));
+    }
 }
 
-template <class W, class In, class X>
-void product(const W* w, const In& x, const float* scale, const X* bias, X* out, int64_t T, int64_t N, int64_t K) {
-    // shares small enough for a thread that is held up, and large enough for what processors foresee
-    int64_t blocks = N / ROWS, share = blocks / (16 * omp_get_max_threads());
-    if (share < 1) share = 1;
-    if (share > 64) share = 64;
-#pragma omp parallel for schedule(dynamic, share)
-    for (int64_t block = 0; block < blocks; block++) rows<ROWS>(w, x, scale, bias, out, T, N, K, block * ROWS);
-    for (int64_t row = blocks * ROWS; row < N; row++) rows<1>(w, x, scale, bias, out, T, N, K, row);
+template <class X, class W>
+void few(const void* x, const Matrix& m, void* out, int64_t T) {
+    static thread_local Room rooms;
+    Room& room = rooms;
+    room.make(T, m.inputs, sizeof(X) == 2 && sizeof(W) == 1);
+#pragma omp parallel
+    multiply<X, W>(room, static_cast<const X*>(x), m, static_cast<X*>(out), T);
 }
 
 }  // namespace
 
-// out [T, N] = x [T, K] · weight [N, K]ᵀ · scale [N] + bias [N]; scale and bias may be null, T at most MOST.
-// Kinds: 0 fp32, 1 bfloat16, 2 int8. x, bias and out are of one kind, 0 or 1; the weight of that kind, or 2.
-extern "C" void few_rows(const void* x, int x_kind, const void* w, int w_kind, const float* scale, const void* bias, void* out,
-                         int64_t T, int64_t N, int64_t K) {
-    auto fp32 = static_cast<const float*>(x);
-    auto bf16 = static_cast<const BFloat16*>(x);
-    auto int8 = static_cast<const int8_t*>(w);
-    auto fp32_bias = static_cast<const float*>(bias);
-    auto bf16_bias = static_cast<const BFloat16*>(bias);
-    auto fp32_out = static_cast<float*>(out);
-    auto bf16_out = static_cast<BFloat16*>(out);
-    if (x_kind == 0 && w_kind == 2) return product(int8, fp32, scale, fp32_bias, fp32_out, T, N, K);
-    if (x_kind == 0) return product(static_cast<const float*>(w), fp32, scale, fp32_bias, fp32_out, T, N, K);
-    if (w_kind == 2) {
-        thread_local Steps steps;
-        steps.fill(bf16, T, K);
-        return product(int8, steps, scale, bf16_bias, bf16_out, T, N, K);
-    }
-    thread_local std::vector<float> wide;
-    wide.resize(T * K);
-    for (int64_t i = 0; i < T * K; i++) wide[i] = widen(bf16[i]);
-    product(static_cast<const BFloat16*>(w), static_cast<const float*>(wide.data()), scale, bf16_bias, bf16_out, T, N, K);
+// Kinds: 0 fp32, 1 bfloat16, 2 int8. x is of kind 0 or 1, as are out, biases, norms and caches; weights of x's kind or 2.
+
+// out [T, N] = x [T, K] · weight [N, K]ᵀ · scale [N] + bias [N]; T at most MOST.
+extern "C" void few_rows(int x_kind, int w_kind, const Matrix* m, const void* x, void* out, int64_t T) {
+    auto run = x_kind == 0 ? (w_kind == 0 ? few<float, float> : few<float, int8_t>)
+                           : (w_kind == 1 ? few<BFloat16, BFloat16> : few<BFloat16, int8_t>);
+    run(x, *m, out, T);
+}
+
+// out [T, D] of x [T, D] at positions [T], with their cos and sin [T, C]; k and v are [K, S, C], heads ``stride`` apart.
+// Returns whether all positions are below S; if not, nothing is done.
+extern "C" int layer_step(int x_kind, int w_kind, const Layer* l, const void* x, void* out, const float* cos, const float* sin,
+                           const int64_t* positions, void* k, void* v, int64_t stride, int64_t S, int64_t T) {
+    for (int64_t t = 0; t < T; t++)
+        if (positions[t] < 0 || positions[t] >= S) return 0;
+    auto run = [&](auto number, auto weight) {
+        using X = decltype(number);
+        step<X, decltype(weight)>(*l, static_cast<const X*>(x), static_cast<X*>(out), cos, sin, positions, static_cast<X*>(k),
+                                  static_cast<X*>(v), stride, T);
+    };
+    if (x_kind == 0 && w_kind == 0) run(float(), float());
+    if (x_kind == 0 && w_kind == 2) run(float(), int8_t());
+    if (x_kind == 1 && w_kind == 1) run(BFloat16(), BFloat16());
+    if (x_kind == 1 && w_kind == 2) run(BFloat16(), int8_t());
+    return 1;
 }

@@ -166,7 +166,7 @@ for layer in (Linear(512, 2100, bias=False).requires_grad_(False), Linear(512, 2
     x = torch.randn(5, 512).to(layer.weight.dtype)
     torch.testing.assert_close(layer(x).float(), x.float() @ layer.weight.float().t(), atol=0.05, rtol=0.05)
 """
-    env = {"PATH": "/nowhere", "HOME": str(tmp_path), "PYTHONPATH": str(native.SOURCE.parent)}
+    env = {"PATH": "/nowhere", "HOME": str(tmp_path), "PYTHONPATH": str(native.SOURCES[0].parent)}
     subprocess.run([sys.executable, "-c", program], check=True, env=env)
 
 
