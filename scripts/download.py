@@ -105,6 +105,9 @@ def wanted(files: dict[str, File], at: str) -> list[File]:
         if other and other[0].endswith(".gguf"):
             hint += " scripts/convert_gguf.py reads a GGUF file."
         raise UserError(f"{at} has no model*.safetensors, and nothing else is read.{hint}")
+    for name in weights:
+        if files[name].size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+            raise UserError(f"{name} of {at} has {files[name].size / 1e9:.0f} GB, too much for HTTP; take `hf download`")
     if "config.json" not in files:
         raise UserError(f"{at} has no config.json")
     side = [name for name in sorted(files) if name in (*SIDE_FILES, INDEX) or name.endswith(".tiktoken")]

@@ -367,6 +367,12 @@ def test_a_repository_without_what_is_needed(hub, run, files, words):
     assert result.status == 2 and words in result.error and not FOLDER.exists()
 
 
+def test_a_file_too_large_for_http_is_told_before_the_start(hub, run, monkeypatch):
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", 1 << 20)
+    result = run()
+    assert result.status == 2 and f"{FIRST} of {REPO} at revision 'main' has 0 GB, too much for HTTP; take `hf" in result.error
+
+
 def test_a_disk_without_room_is_told_before_the_start(hub, run, monkeypatch):
     begin(run, hub, size=2_000_000)
     need = sum(path.stat().st_size for path in FOLDER.iterdir() if path.name in NEEDED)
