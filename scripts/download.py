@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # else the Hub is first asked for a list of what may be calling it
 
+from httpx2 import ReadError
 from huggingface_hub import HfApi, constants, get_token, hf_hub_url
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.file_download import http_get
@@ -62,16 +63,25 @@ class File(NamedTuple):
 
 
 def patiently(attempt: Callable[[], Any]) -> Any:
-    """What ``attempt`` gives, tried again where a server says that it fails (5xx). All else huggingface_hub waits out."""
+    """What ``attempt`` gives, tried again where a server says that it fails (5xx) or cuts the connection. All else that may pass
+    huggingface_hub waits out.
+    """
     for wait in WAITS:
         try:
             return attempt()
-        except hub_errors.HfHubHTTPError as error:
-            if error.response.status_code < 500:
+        except (hub_errors.HfHubHTTPError, ReadError) as error:
+            if isinstance(error, hub_errors.HfHubHTTPError) and error.response.status_code < 500:
                 raise
-            tqdm.write(f"{error.response.url.host} answers {error.response.status_code}; again in {wait} s", file=sys.stderr)
+            tqdm.write(f"{describe(error)}; again in {wait} s", file=sys.stderr)
         time.sleep(wait)
     return attempt()
+
+
+def describe(error: Exception) -> str:
+    """What went wrong on the network. Of an address only the host is told: the rest can hold a signature."""
+    if isinstance(error, hub_errors.HfHubHTTPError):
+        return f"{error.response.url.host} answers {error.response.status_code} {error.response.reason_phrase}"
+    return f"{constants.ENDPOINT} can't be reached: {str(error) or type(error).__name__}"
 
 
 def listing(repository: str, revision: str) -> tuple[str, dict[str, File]]:
@@ -253,7 +263,7 @@ def plainly(error: Exception, repository: str, revision: str) -> str:
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
         raise UserError("HF_HUB_OFFLINE is set, so nothing can be fetched; unset it")
     if not isinstance(error, hub_errors.HfHubHTTPError):
-        return f"{constants.ENDPOINT} can't be reached: {str(error) or type(error).__name__}"
+        return describe(error)
     where, status = error.response.url.host, error.response.status_code
     if isinstance(error, hub_errors.RevisionNotFoundError):
         raise UserError(f"{repository} has no revision {revision!r}; --revision takes a branch, a tag or a commit")
@@ -265,7 +275,7 @@ def plainly(error: Exception, repository: str, revision: str) -> str:
         raise UserError(f"{where} has no repository {repository}: check the name; or {also}")
     if status == 401:
         raise UserError(f"{where} doesn't know the token in HF_TOKEN (or the one that was saved): make a new one, or unset it")
-    return f"{where} answers {status} {error.response.reason_phrase}"
+    return describe(error)
 
 
 def main() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import socket
+import struct
 import sys
 import threading
 import time
@@ -127,6 +130,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if isinstance(fault, int):
             body = body[:fault]
+        if fault == "reset":
+            self.wfile.write(body[:1000])
+            time.sleep(0.05)  # a reset takes along what was not read yet
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(self.connection.detach())
+            raise ConnectionError
         if fault == "slow":
             self.wfile.write(body[: 11 * 2**20])
             time.sleep(20)

@@ -279,6 +279,13 @@ def test_passing_faults_are_waited_out(hub, run, kind, status):
     assert result.status == 0 and fetched() == NEEDED and result.err.count("; again in 0 s") == 4
 
 
+def test_a_connection_that_is_reset_is_gone_on_with(hub, run):
+    hub.faults[f"cdn {FIRST}"] = ["reset"]
+    result = run()
+    assert result.status == 0 and fetched() == NEEDED and "reset by peer; again in 0 s" in result.err
+    assert [request[2] for request in hub.requests("cdn", FIRST)] == [None, "bytes=1000-"]
+
+
 @pytest.mark.parametrize("kind", ["revision", f"cdn {FIRST}"])
 def test_faults_that_stay_end_in_one_line(hub, run, kind):
     hub.faults[kind] = [(502, {})] * 99
