@@ -98,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         revision = re.fullmatch(f"/api/models/{REPO}/revision/(.+)", path)
         kind = "revision" if revision else path.rpartition("/")[2]
         fake.log.append((role, kind, self.headers.get("Authorization"), self.headers.get("Range")))
-        if path.startswith("/api/models/maker/Old-Name/"):
+        if "/maker/Old-Name/" in path:
             return self.answer(307, Location=self.path.replace("Old-Name", "Tiny-8B-Chat"))
         faults = fake.faults.get(kind if role == "hub" else f"cdn {kind}", [])
         fault = faults.pop(0) if faults else None

@@ -450,7 +450,7 @@ def test_the_token_goes_to_the_hub_alone(hub, run, monkeypatch):
 
 def test_the_token_stays_with_a_redirect_within_the_hub(hub, run, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    run(repository="maker/Old-Name")
+    assert run("--out", "new-name", repository="maker/Old-Name").status == 0
     assert [entry[1:3] for entry in hub.log[:2]] == [("main", f"Bearer {TOKEN}"), ("revision", f"Bearer {TOKEN}")]
 
 
