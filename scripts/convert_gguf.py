@@ -10,6 +10,7 @@ written under a temporary name and renamed once it is whole; at most one fused t
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint import DTYPES, check_finite, load_config, open_source
 from errors import Parser, UserError, run_cli
-from files import write_json
+from files import check_room, write_json
 from tokenizer import load_tokenizer
 from writer import CheckpointWriter
 
@@ -125,6 +126,10 @@ class GgufFile:
         if name not in self.tensors:
             raise UserError(f"{self.path}: tensor {name!r} is missing")
         return [int(n) for n in reversed(self.tensors[name].shape)]
+
+    def values(self) -> int:
+        """The number of values in all tensors together."""
+        return sum(math.prod(self.shape(name)) for name in self.tensors)
 
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor `name`, dequantised, in `dtype`."""
@@ -377,6 +382,10 @@ def convert(source: Path, out: Path, dtype: str = "bfloat16", force: bool = Fals
         tokenizer, tokenizer_config, generation = convert_tokenizer(file)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # a value of another type
         raise UserError(f"{source}: damaged: its metadata can't be understood ({error})") from error
+    size = file.values() * DTYPES[dtype].itemsize
+    print(f"{source}, {source.stat().st_size / 1e9:.2f} GB, becomes {size / 1e9:.2f} GB of {dtype} in {out}", file=sys.stderr)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_room(out.parent, size)
     partial, old = out.with_name(out.name + ".partial"), out.with_name(out.name + ".old.partial")
     for folder in (partial, old):
         shutil.rmtree(folder, ignore_errors=True)
@@ -407,6 +416,7 @@ def main() -> None:
     parser.add_argument("--force", action="store_true", help="replace the folder if it exists")
     args = parser.parse_args()
     convert(args.file, args.out, args.dtype, args.force)
+    print(f"wrote {args.out}; next: python generate.py --target {shlex.quote(str(args.out))}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ LEGEND = {STANDARD: "the standard test accepted it", RULE: "only the judge accep
 
 
 def coloured(run: Generation) -> str:
-    """The text with a colour for each token."""
+    """The text with a colour for each token, where a terminal shows it."""
+    if not sys.stdout.isatty():
+        return run.output.text.strip()
     out, at = "", 0
     for end, who in zip(run.output.ends, run.output.accepted_by):
         out += f"{COLOURS[who]}{run.output.text[at:end]}{RESET}"
@@ -51,6 +53,7 @@ def main() -> None:
         "judge": Engine(target, draft, draft_len=25, verify="judge", threshold=pair.head.threshold, max_len=length),
     }
     if not args.no_compile:
+        print("compiling the models, which takes some seconds", file=sys.stderr)
         for model in (target, draft):
             model.compile_blocks(dynamic=True)
     for engine in engines.values():
@@ -59,10 +62,12 @@ def main() -> None:
     for _ in range(args.repeats):
         for name, engine in engines.items():
             runs[name].append(generate(engine, prompt, Output(pair.tokenizer, 200)))
-    print(problem.question)
+    print(f"question: {problem.question}")
     for name in ("standard", "judge"):
         print(f"\n{name}: {coloured(runs[name][0])}")
-    print("\n" + ", ".join(f"{COLOURS[who]}{words}{RESET}" for who, words in LEGEND.items()) + "\n")
+    if sys.stdout.isatty():
+        print("\n" + ", ".join(f"{COLOURS[who]}{words}{RESET}" for who, words in LEGEND.items()))
+    print()
     print(f"{'':12} {'tokens/s':>9} {'m*':>6} {'tokens a round':>15}  answer")
     for name, several in runs.items():
         run, rounds = several[0], len(several[0].rounds)

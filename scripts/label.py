@@ -14,6 +14,7 @@ import argparse
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import torch
-from tasks import TASKS, Problem, encode, question_and_answer, read_problems
+from tasks import SHOTS, TASKS, Problem, encode, question_and_answer, read_problems
 from torch import Tensor
 from tqdm import tqdm
 
@@ -36,6 +37,12 @@ from page import Passage, Span, page, token_texts
 from tokenizer import Output, Tokenizer
 from tp import Ranks, ranks_of, told
 
+REMEDY = {  # what to do where not one label was made
+    "mine": "give questions that the target can answer (see that the data's answers are in the task's form), or take likelihood, "
+    "which needs no right answers",
+    "likelihood": "give more questions, or a draft that differs from the target",
+    "manual": "label at least one answer",
+}
 REALIGN = 16  # tokens to look through for where an earlier answer goes on
 
 
@@ -97,12 +104,12 @@ class Miner:
             logits = match_vocabulary(self.draft.logits(states)[0], self.target.config.vocab_size)
             return logits.argmax(-1).tolist()
 
-    def mine(self, problem: Problem, prompt: list[int]) -> Labels | None:
-        """Labels of the draft's tokens by what becomes of the answer; None where the target's own answer is wrong."""
+    def mine(self, problem: Problem, prompt: list[int]) -> Labels | str:
+        """Labels of the draft's tokens by what becomes of the answer; or why there are none: the target's own answer is wrong."""
         assert problem.is_right is not None
         answer, text = self.finish(problem, prompt, [])
         if not told(lambda: problem.is_right(text)):
-            return None
+            return "the target's own answer is wrong" + (f" and cut off at {self.cap} tokens" if len(answer) == self.cap else "")
         harmless, alternatives, place = set[int](), list[tuple[int, int, int]](), 0
         said = self.drafted(prompt, answer)
         while (place := next((i for i in range(place, len(answer)) if said[i] != answer[i]), len(answer))) < len(answer):
@@ -119,15 +126,17 @@ class Miner:
         return Labels(answer, [RIGHT if i in harmless else IGNORE for i in range(len(answer))], alternatives)
 
     @torch.inference_mode()
-    def likelihood(self, problem: Problem, prompt: list[int]) -> Labels | None:
-        """Labels of the draft's tokens by how likely the target finds them and the next tokens of the answer after them."""
+    def likelihood(self, problem: Problem, prompt: list[int]) -> Labels | str:
+        """Labels of the draft's tokens by how likely the target finds them and the next tokens of the answer after them; or why
+        there are none: the answer is empty.
+        """
         if self.args.given:
             assert problem.given is not None
             answer = self.tokenizer.encode(problem.given)
         else:
             answer = self.finish(problem, prompt, [])[0]
         if not answer:
-            return None
+            return "the answer is empty"
         said = self.drafted(prompt, answer)
         logits = self.target.logits(self.target_reader.read(prompt + answer)[len(prompt) - 1 : -1])[0]
         own = log_probabilities(logits, torch.tensor(answer, device=logits.device))
@@ -188,13 +197,16 @@ def label_automatically(args: argparse.Namespace, ranks: Ranks) -> None:
     target, draft = pair.load(checkpoint.DTYPES[args.dtype], args.device)
     assert draft is not None
     miner = Miner(args, target, draft, pair.tokenizer, TASKS[args.task].cap, max_len)
-    method: Callable[[Problem, list[int]], Labels | None] = getattr(miner, args.method)
+    method: Callable[[Problem, list[int]], Labels | str] = getattr(miner, args.method)
+    if ranks.rank == 0:
+        note = TASKS[args.task].note
+        print(f"{len(problems)} questions of {args.data or args.task}" + (f"; {note}" if note else ""), file=sys.stderr)
     start, fresh = time.perf_counter(), 0
     bar = tqdm(range(len(rows), len(problems)), initial=len(rows), total=len(problems), desc=args.method, unit="question")
     for i in bar:
         found = method(problems[i], prompts[i])
-        if found is None:
-            row = who | {"question": problems[i].turns[0], "skipped": "the target's own answer is wrong or empty"}
+        if isinstance(found, str):
+            row = who | {"question": problems[i].turns[0], "skipped": found}
         else:
             row = record(problems[i].turns[0], TASKS[args.task].raw, found, pair.tokenizer, who)
             fresh += sum(label != IGNORE for label in found.labels) + len(found.alternatives)
@@ -207,12 +219,14 @@ def label_automatically(args: argparse.Namespace, ranks: Ranks) -> None:
 
 
 def finish(args: argparse.Namespace, pair: checkpoint.Pair, rows: list[dict[str, Any]], fresh: int = 0, seconds: float = 0) -> None:
-    """Say what the file holds, and draw it if asked to."""
+    """Say what the file holds, and draw it if asked to. Raises UserError where it holds no label."""
     print(summary(rows, fresh, seconds))
     if args.html is not None:
         facts = [f"by {args.method}", f"target {pair.target.name}", *([f"draft {pair.draft.name}"] if pair.draft else [])]
         passages = [passage(row, pair.tokenizer) for row in rows if "skipped" not in row]
         write_text(args.html, page("Labelled answers", facts, passages))
+    if rows and not any(labels_in(row) for row in rows):
+        raise UserError(f"{args.out} holds no label: {REMEDY[args.method]}")
 
 
 def passage(row: dict[str, Any], tokenizer: Tokenizer) -> Passage:
@@ -230,13 +244,22 @@ def passage(row: dict[str, Any], tokenizer: Tokenizer) -> Passage:
     return Passage(row["question"], spans + others.get(len(row["tokens"]), []))
 
 
+def labels_in(row: dict[str, Any]) -> list[int]:
+    """The labels of a line, right or wrong."""
+    labels = (*row.get("labels", ()), *(label for _, _, label in row.get("alternatives", ())))
+    return [label for label in labels if label != IGNORE]
+
+
 def summary(rows: list[dict[str, Any]], fresh: int, seconds: float) -> str:
     """What the file holds, and what a label cost."""
-    labels = [label for row in rows for label in (*row.get("labels", ()), *(a[2] for a in row.get("alternatives", ())))]
+    labels = [label for row in rows for label in labels_in(row)]
     right, wrong = labels.count(RIGHT), labels.count(WRONG)
-    skipped = sum("skipped" in row for row in rows)
+    reasons = Counter(row["skipped"] for row in rows if "skipped" in row)
+    agreed = sum("skipped" not in row and not labels_in(row) for row in rows)
+    said = [f"{n} skipped as {reason}" for reason, n in reasons.most_common()]
+    said += [f"in {agreed} the draft would say the same throughout"] if agreed else []
     cost = f"; {fresh} made now, {seconds / fresh:.2f} s each, {3600 * fresh / seconds:.0f} an hour" if fresh else ""
-    of = f"from {len(rows) - skipped} answers, {skipped} questions skipped"
+    of = "; ".join([f"from {len(rows)} questions", *said])
     return f"{right + wrong} labels ({right} right, {wrong} wrong) {of}{cost}"
 
 
@@ -335,8 +358,11 @@ def parse_args() -> argparse.Namespace:
     manual.add_argument("--raw", action="store_true", help="the questions are whole prompts: no chat template")
     for name, words in (("mine", "by the final answer"), ("likelihood", "by the likelihood of what follows")):
         auto = methods.add_parser(name, help=words)
-        auto.add_argument("--task", choices=TASKS, default="demo-train", help="where the questions come from (default: demo-train)")
-        auto.add_argument("--data", type=Path, metavar="FILE", help="the task's JSON-lines file")
+        auto.add_argument(
+            "--task", choices=TASKS, default="demo-train", help="where the questions come from; your own: qa (default: demo-train)"
+        )
+        auto.add_argument("--data", type=Path, metavar="FILE",
+                          help=f"the task's JSON-lines file; gsm8k's last {SHOTS} rows are worked examples, not asked")  # fmt: skip
         auto.add_argument("--limit", type=int, default=100, metavar="N", help="questions (default: 100)")
         auto.add_argument(
             "--draft", default=str(DEMO / "draft"), metavar="NAME", help="the draft to be judged (default: the demo's)"

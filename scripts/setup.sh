@@ -10,6 +10,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 fi
 stamp=$(cat requirements*.txt "$1" | cksum | tr ' ' -)
 if [[ ! -f $venv/stamp-$1 || $(cat "$venv/stamp-$1") != "$stamp" ]]; then
+    echo "installing $1 into $venv: PyTorch and more, a minute or several" >&2
     "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$1"
     echo "$stamp" >"$venv/stamp-$1"

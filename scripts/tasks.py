@@ -25,6 +25,7 @@ from files import read_jsonl
 from tokenizer import Tokenizer
 from tp import same, together
 
+NUMBER = r"-?[\d,]*\.?\d+"
 SHOTS = 4  # worked examples in front of a GSM8K question, from the end of the data file
 LETTERS = "ABCDEFGHIJ"
 
@@ -46,6 +47,7 @@ class Task(NamedTuple):
     cap: int  # new tokens an answer may have
     raw: bool = False  # the prompt is a whole text, not to be put into the chat template
     needs_data: bool = True
+    note: str = ""  # what is done with the data file beyond asking its questions
 
 
 def demo_problem(problem: demo_task.Problem) -> Problem:
@@ -75,8 +77,13 @@ def question_and_answer(row: Any) -> dict[str, str]:
 
 def final_number(text: str) -> str | None:
     """What a GSM8K answer ends with: the number after ####, or None."""
-    match = re.search(r"####\s*\$?(-?[\d,]*\.?\d+)", text)
-    return f"{Decimal(match.group(1).replace(',', '')).normalize():f}" if match else None
+    match = re.search(rf"####\s*\$?({NUMBER})", text)
+    return plain_number(match.group(1)) if match else None
+
+
+def plain_number(text: str) -> str:
+    """A number as it is compared: without thousands' commas and needless zeros."""
+    return f"{Decimal(text.replace(',', '')).normalize():f}"
 
 
 def without_marks(answer: str) -> str:
@@ -92,22 +99,59 @@ def gsm8k_prompt(question: str, shots: list[dict[str, Any]]) -> str:
 
 def gsm8k_problems(data: Path, limit: int) -> list[Problem]:
     """GSM8K with the last SHOTS rows of the file as worked examples (they are not asked)."""
-    rows = read_jsonl(data, question_and_answer)
-    if len(rows) <= SHOTS:
-        raise UserError(f"{data} has {len(rows)} rows; {SHOTS} are worked examples, so more are needed")
 
-    def is_right(text: str, wanted: str | None) -> bool:
-        return wanted is not None and final_number(text) == wanted
+    def parse(row: Any) -> dict[str, str]:
+        if final_number(question_and_answer(row)["answer"]) is None:
+            raise ValueError("the answer must end with #### and a number, as GSM8K's do; --task qa takes other answers")
+        return row
+
+    rows = read_jsonl(data, parse)
+    if len(rows) <= SHOTS:
+        raise UserError(
+            f"{data} has {len(rows)} rows; gsm8k takes the last {SHOTS} as worked examples, so it needs more (--task qa needs none)"
+        )
 
     return [
         Problem(
             (gsm8k_prompt(row["question"], rows[-SHOTS:]),),
-            lambda text, wanted=final_number(row["answer"]): is_right(text, wanted),
+            lambda text, wanted=final_number(row["answer"]): final_number(text) == wanted,
             ("\n\n", "Question:"),
             " " + without_marks(row["answer"]),
         )
         for row in rows[:-SHOTS][:limit]
     ]
+
+
+def qa_problems(data: Path, limit: int) -> list[Problem]:
+    """One's own questions, asked as they are: rows of question and answer."""
+
+    def parse(row: Any) -> Problem:
+        answer = question_and_answer(row)["answer"]
+        if not words(answer):
+            raise ValueError("the answer is empty")
+        return Problem((row["question"],), lambda text: answers(text, answer), given=answer)
+
+    return read_jsonl(data, parse)[:limit]
+
+
+def answers(text: str, wanted: str) -> bool:
+    """Whether a text gives the wanted answer.
+
+    Where that is a number, or ends with #### and one: whether it is the text's last number (the one after ####, if it has that).
+    Else: whether its words stand in the text one after the other, capitals, punctuation, "a", "an" and "the" aside. So a text that
+    denies the answer passes too: ask for short ones.
+    """
+    alone = re.fullmatch(rf"\s*\$?({NUMBER})\s*[.%]?\s*", wanted)
+    number = plain_number(alone.group(1)) if alone else final_number(wanted)
+    if number is None:
+        return f" {words(wanted)} " in f" {words(text)} "
+    said = re.findall(NUMBER, text)
+    return (final_number(text) or (plain_number(said[-1]) if said else None)) == number
+
+
+def words(text: str) -> str:
+    """A text's words as they are compared, a space between two."""
+    return " ".join(word for word in re.findall(r"\w+", text.casefold()) if word not in ("a", "an", "the"))
 
 
 def humaneval_problems(data: Path, limit: int) -> list[Problem]:
@@ -165,7 +209,10 @@ def mt_bench_problems(data: Path, limit: int) -> list[Problem]:
 TASKS = {
     "demo": Task(demo_problems, 200, needs_data=False),
     "demo-train": Task(demo_training_problems, 200, needs_data=False),
-    "gsm8k": Task(gsm8k_problems, 256, raw=True),
+    "gsm8k": Task(
+        gsm8k_problems, 256, raw=True, note=f"its last {SHOTS} rows are worked examples before each question, and not asked"
+    ),
+    "qa": Task(qa_problems, 256),
     "humaneval": Task(humaneval_problems, 384, raw=True),
     "mmlu": Task(choice_problems, 384),
     "arc": Task(choice_problems, 384),

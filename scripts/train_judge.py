@@ -71,7 +71,7 @@ def report(result: TrainResult, recall: float, threshold: float) -> str:
     bins = result.calibration()
     error = sum(abs(mean - share) * weight for mean, share, weight in bins)
     lines += ["", f"calibration, right and wrong tokens weighing the same: off by {error:.3f} on average"]
-    lines += [f"  says {mean:.2f}, is {share:.2f} ({weight:.0%} of the weight)" for mean, share, weight in bins]
+    lines += [f"  says {mean:.2f}, is {share:.2f} ({weight:.0%} of the weight)" for mean, share, weight in bins if weight >= 0.005]
     return "\n".join(lines)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import socket
+import struct
 import sys
 import threading
 import time
@@ -27,6 +30,7 @@ NEEDED = {
 OTHERS = {
     "README.md": b"# Tiny", ".gitattributes": b"* lfs", "pytorch_model.bin": b"pickle", "consolidated.safetensors": b"twice",
     "model-q4.gguf": b"GGUF", "consolidated.00.pth": b"pth",
+    "model.safetensors": b"twice",
 }  # fmt: skip
 FIRST = next(iter(SHARDS))
 
@@ -43,7 +47,7 @@ class FakeHub:
 
     def __init__(self, files):
         self.files, self.commit, self.faults, self.log = dict(files), COMMIT, {}, []
-        self.page_size, self.extra_rows, self.next_host, self.barrier = 1000, [], None, None
+        self.extra_rows, self.barrier = [], None
         self.listed: dict[str, bytes] = {}  # where it isn't what is sent
         self.hub, self.cdn = (self.serve(role) for role in ("hub", "cdn"))
 
@@ -60,17 +64,14 @@ class FakeHub:
             server.server_close()
 
     def rows(self):
-        rows = [{"type": "directory", "path": "original", "oid": "0" * 40, "size": 0}]
+        """The files as `HfApi.model_info` wants to hear of them."""
+        rows = [{"rfilename": "original/consolidated.00.pth", "size": 1, "blobId": "0" * 40}]
         for name, sent in self.files.items():
             data = self.listed.get(name, sent)
-            row = {
-                "type": "file",
-                "path": name,
-                "size": len(data),
-                "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
-            }
+            row = {"rfilename": name, "size": len(data), "blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}
             if name.endswith(".safetensors") or name == "tokenizer.json":
-                row |= {"lfs": {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}, "oid": "1" * 40}
+                row |= {"lfs": {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}}
+                row["blobId"] = "1" * 40  # the pointer's
             rows.append(row)
         return rows + self.extra_rows
 
@@ -93,13 +94,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         fake, role = self.server.fake, self.server.role
-        path, _, query = unquote(self.path).partition("?")
+        path = unquote(self.path).partition("?")[0]
         revision = re.fullmatch(f"/api/models/{REPO}/revision/(.+)", path)
-        kind = "revision" if revision else "tree" if "/tree/" in path else path.rpartition("/")[2]
+        kind = "revision" if revision else path.rpartition("/")[2]
         fake.log.append((role, kind, self.headers.get("Authorization"), self.headers.get("Range")))
-        if path.startswith("/api/models/maker/Old-Name/"):
+        if "/maker/Old-Name/" in path:
             return self.answer(307, Location=self.path.replace("Old-Name", "Tiny-8B-Chat"))
-        faults = fake.faults.get(kind if role == "hub" or kind in ("revision", "tree") else f"cdn {kind}", [])
+        faults = fake.faults.get(kind if role == "hub" else f"cdn {kind}", [])
         fault = faults.pop(0) if faults else None
         if isinstance(fault, tuple):
             status, headers = fault
@@ -107,13 +108,8 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(fault, bytes):
             return self.answer(200, fault)
         if revision:
-            return self.answer(200, json.dumps({"id": REPO, "sha": fake.commit}).encode())
-        if kind == "tree":
-            start = int(query.partition("cursor=")[2] or 0)
-            rows, end = fake.rows(), start + fake.page_size
-            base = fake.next_host or fake.hub.url
-            more = {"Link": f'<{base}{path}?cursor={end}>; rel="next"'} if end < len(rows) else {}
-            return self.answer(200, json.dumps(rows[start:end]).encode(), **more)
+            about = {"id": REPO, "sha": fake.commit, "siblings": fake.rows()}
+            return self.answer(200, json.dumps(about).encode())
         if role == "hub" and (kind.endswith(".safetensors") or kind == "tokenizer.json") and fault is None:
             assert path == f"/{REPO}/resolve/{fake.commit}/{kind}"
             return self.answer(302, Location=f"{fake.cdn.url}/blobs/{kind}?signature=hidden")
@@ -134,7 +130,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if isinstance(fault, int):
             body = body[:fault]
+        if fault == "reset":
+            self.wfile.write(body[:1000])
+            time.sleep(0.05)  # a reset takes along what was not read yet
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(self.connection.detach())
+            raise ConnectionError
         if fault == "slow":
-            self.wfile.write(body[:100_000])
+            self.wfile.write(body[: 11 * 2**20])
             time.sleep(20)
         self.wfile.write(body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import convert_gguf
 import gguf
@@ -24,6 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import files
 from checkpoint import load_model
 from errors import UserError, run_cli
 from tokenizer import load_tokenizer
@@ -397,7 +399,14 @@ def test_the_command_line(make, tmp_path, monkeypatch, capsys):
     path, _ = make()
     monkeypatch.setattr(sys, "argv", ["convert_gguf.py", str(path), "--out", str(tmp_path / "out"), "--dtype", "float32"])
     run_cli(convert_gguf.main)
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    out, err = capsys.readouterr()
+    assert out == f"wrote {tmp_path}/out; next: python generate.py --target {tmp_path}/out\n"
+    assert err.startswith(f"{path}, 0.00 GB, becomes 0.00 GB of float32 in {tmp_path}/out\n")
+    assert 0 <= size - 4 * convert_gguf.GgufFile(path).values() < 10_000  # the header
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    with pytest.raises(UserError, match="and its disk has 0.0 GB free"):
+        convert_gguf.convert(path, tmp_path / "other")
     with pytest.raises(SystemExit) as caught:
         run_cli(convert_gguf.main)  # the folder exists now
     assert caught.value.code == 2

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import demo_task
 import pytest
@@ -13,6 +14,7 @@ import torch
 from conftest import ROOT
 
 import checkpoint
+import demo
 import generate
 import judge
 
@@ -67,7 +69,14 @@ def test_the_lossless_check_passes_on_the_demo_pair():
 
 def test_the_demo_script_shows_the_table():
     out = command("scripts/demo.py", "--repeats", "1", "--no-compile")
-    assert "judge" in out.splitlines()[-1] and generate.COLOURS[generate.RULE] in out
+    assert out.startswith("question: ") and "judge" in out.splitlines()[-1] and "\033" not in out  # a pipe gets no colours
+
+
+def test_a_terminal_shows_who_accepted_each_token(monkeypatch):
+    output = SimpleNamespace(text="one two", ends=[3, 7], accepted_by=[generate.RULE, generate.TARGET])
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    shown = demo.coloured(SimpleNamespace(output=output))
+    assert generate.COLOURS[generate.RULE] + "one" in shown and generate.COLOURS[generate.TARGET] + " two" in shown
 
 
 def test_a_head_is_trained_from_tuples(tmp_path):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import email.utils
 import errno
 import fcntl
 import hashlib
-import io
 import json
 import os
 import re
@@ -15,8 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
-from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,11 +21,13 @@ import fake_checkpoint
 import pytest
 from conftest import ROOT, hf_config
 from fake_hub import BIG, COMMIT, FIRST, NEEDED, OTHERS, REPO, SHARDS, TOKEN, FakeHub
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http
 
 import checkpoint
 import files
 from convert_hf_checkpoint import convert
-from errors import UserError, run_cli
+from errors import run_cli
 from model import Config
 from writer import SIDE_FILES
 
@@ -39,9 +37,16 @@ def hub(tmp_path, monkeypatch):
     fake = FakeHub({**OTHERS, **NEEDED})
     for name in [name for name in os.environ if name.startswith("HF_") or name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_ENDPOINT", fake.hub.url + "/")
+    monkeypatch.setenv("HF_ENDPOINT", fake.hub.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "no-home"))
-    monkeypatch.setattr(download, "BACKOFF", 0.0)
+    # huggingface_hub reads its environment once, as it is imported
+    monkeypatch.setattr(constants, "ENDPOINT", fake.hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", fake.hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-home" / "token"))
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
+    monkeypatch.setattr(download, "WAITS", (0, 0, 0, 0))
+    for module in (file_download, _http):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     yield fake
@@ -82,7 +87,7 @@ def partial_of(name):
 
 
 def begin(run, hub, name=FIRST, size=1000):
-    """A run that ended with the first ``size`` bytes of a file."""
+    """A run that ended with the first ``size`` bytes of a file; those are a number of chunks."""
     hub.faults[f"cdn {name}"] = [size] + [0] * 20
     result = run()
     assert result.status == 1 and partial_of(name).read_bytes() == NEEDED[name][:size]
@@ -92,7 +97,6 @@ def begin(run, hub, name=FIRST, size=1000):
 
 
 def test_what_a_conversion_needs_and_nothing_else_from_one_commit(hub, run):
-    hub.page_size = 3
     result = run("--revision", "refs/pr/1")
     assert result.status == 0 and fetched() == NEEDED
     assert result.out == "next: python convert_hf_checkpoint.py downloads/Tiny-8B-Chat\n"
@@ -108,7 +112,7 @@ def test_a_second_run_fetches_nothing(hub, run):
     hub.log.clear()
     result = run()
     assert result.status == 0 and "0 to fetch" in result.err and "next: " in result.out
-    assert {entry[1] for entry in hub.log} == {"revision", "tree", "model.safetensors.index.json"}
+    assert {entry[1] for entry in hub.log} == {"revision"}
 
 
 def test_without_an_index_the_weights_are_those_named_model(hub, run):
@@ -149,20 +153,18 @@ def test_a_download_cut_off_again_and_again_goes_on_where_it_was(hub, run):
 
 def test_a_run_that_failed_leaves_partials_and_the_next_goes_on_from_them(hub, run):
     result = begin(run, hub)
-    assert re.fullmatch(
-        rf"error: {FIRST}: broken off after 1,000 of 2,097,152 bytes; given up after 5 tries \(.*\)\n", result.error
-    )
+    assert re.fullmatch(r"error: http://\S+ can't be reached: .*closed.* \(what has come is kept; run it again.*\)\n", result.error)
     assert "Traceback" not in result.err and not (FOLDER / FIRST).exists() and not (FOLDER / "config.json").exists()
     assert run().status == 0 and fetched() == NEEDED
     assert hub.requests("cdn", FIRST) == [(FIRST, None, "bytes=1000-")]
 
 
-@pytest.mark.parametrize("fault", ["whole", "shifted", (416, {})])
-def test_a_server_that_sends_no_such_range_is_asked_for_the_whole(hub, run, fault):
+@pytest.mark.parametrize("fault", ["whole", "shifted"])
+def test_a_server_that_sends_no_such_range_spoils_nothing(hub, run, fault):
     begin(run, hub)
     hub.faults[f"cdn {FIRST}"] = [fault]
     result = run()
-    assert result.status == 0 and fetched() == NEEDED and ("sends another range" in result.err) == (fault == "shifted")
+    assert result.status == 0 and fetched() == NEEDED and "100%" in result.err
     asked = [request[2] for request in hub.requests("cdn", FIRST)]
     assert asked == (["bytes=1000-"] if fault == "whole" else ["bytes=1000-", None])
 
@@ -174,21 +176,12 @@ def test_a_partial_of_another_version_is_not_gone_on_with(hub, run):
     assert hub.requests("cdn", FIRST) == [(FIRST, None, None)] and not partials()
 
 
-def test_a_partial_makes_room_for_itself_alone(tmp_path):
-    def partial(name, checksum):
-        with closing(download.Partial(tmp_path, download.File(name, 1, checksum * 40), lambda n: None)) as opened:
-            return opened.path
-
-    old, index = partial("model.safetensors", "a"), partial("model.safetensors.index.json", "b")
-    new = partial("model.safetensors", "c")
-    assert set(tmp_path.iterdir()) == {index, new} and old != new
-
-
-def test_a_partial_that_is_damaged_is_fetched_from_the_start(hub, run):
+@pytest.mark.parametrize("left", [b"?" * 1000, BIG + b"more"])
+def test_a_partial_that_is_damaged_is_fetched_from_the_start(hub, run, left):
     begin(run, hub)
-    partial_of(FIRST).write_bytes(b"?" * 1000)
+    partial_of(FIRST).write_bytes(left)
     assert run().status == 0 and fetched() == NEEDED
-    assert [request[2] for request in hub.requests("cdn", FIRST)] == ["bytes=1000-", None]
+    assert [request[2] for request in hub.requests("cdn", FIRST)] == ["bytes=1000-", None][len(left) > 1000 :]
 
 
 def test_a_partial_that_lacks_only_its_name_needs_no_request(hub, run):
@@ -203,6 +196,8 @@ def heeding():
 
 
 def test_ctrl_c_leaves_partials(hub):
+    hub.files[FIRST] = BIG * 6
+    partial = FOLDER / f"{FIRST}.{hashlib.sha256(BIG * 6).hexdigest()[:12]}.partial"
     hub.faults[f"cdn {FIRST}"] = ["slow"]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(ROOT / "scripts" / "download.py"), REPO]
@@ -210,14 +205,15 @@ def test_ctrl_c_leaves_partials(hub):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heeding
     )
     end = time.monotonic() + 60
-    while not (partial_of(FIRST).is_file() and partial_of(FIRST).stat().st_size == 100_000) and time.monotonic() < end:
+    while not (partial.is_file() and partial.stat().st_size == 10 * 2**20) and time.monotonic() < end:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
+    start = time.monotonic()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in err
-    assert partial_of(FIRST).read_bytes() == BIG[:100_000] and not (FOLDER / "config.json").exists()
+    assert process.returncode == 130 and "Traceback" not in err and time.monotonic() - start < 5
+    assert partial.stat().st_size == 10 * 2**20 and not (FOLDER / "config.json").exists()
     assert subprocess.run(command, capture_output=True, env=environment, timeout=60).returncode == 0
-    assert fetched() == NEEDED and hub.requests("cdn", FIRST)[-1] == (FIRST, None, "bytes=100000-")
+    assert fetched() == {**NEEDED, FIRST: BIG * 6} and hub.requests("cdn", FIRST)[-1] == (FIRST, None, "bytes=10485760-")
 
 
 # checksums
@@ -233,11 +229,11 @@ def test_wrong_bytes_are_refused_and_not_kept(hub, run, name):
     assert len(hub.requests("cdn" if name == FIRST else "hub", name)) == 2
 
 
-@pytest.mark.parametrize("sent, words", [(BIG + b"more", "checksum"), (BIG[:-5], "broken off after 2,097,147")])
-def test_another_size_than_listed_is_refused(hub, run, sent, words):
+@pytest.mark.parametrize("sent", [BIG + b"more", BIG[:-5]])
+def test_another_size_than_listed_is_refused(hub, run, sent):
     hub.listed[FIRST], hub.files[FIRST] = BIG, sent
     result = run()
-    assert result.status == 1 and words in result.error and FIRST not in fetched()
+    assert result.status == 1 and "checksum" in result.error and FIRST not in fetched() and not partials()
 
 
 def test_verify_mends_what_is_damaged_and_without_it_the_size_is_believed(hub, run):
@@ -275,84 +271,81 @@ def test_another_commit_replaces_files_of_the_same_size_and_removes_those_that_a
 # faults that pass, and those that don't
 
 
-@pytest.mark.parametrize("kind", ["revision", "tree", "model.safetensors.index.json", "config.json", FIRST, f"cdn {FIRST}"])
-@pytest.mark.parametrize("status", [500, 503, 429])
+@pytest.mark.parametrize("kind", ["revision", "config.json", FIRST, f"cdn {FIRST}"])
+@pytest.mark.parametrize("status", [500, 503])
 def test_passing_faults_are_waited_out(hub, run, kind, status):
-    hub.faults[kind] = [(status, {"Retry-After": "0"})] * 4
+    hub.faults[kind] = [(status, {})] * 4
     result = run()
     assert result.status == 0 and fetched() == NEEDED and result.err.count("; again in 0 s") == 4
+
+
+def test_a_connection_that_is_reset_is_gone_on_with(hub, run):
+    hub.faults[f"cdn {FIRST}"] = ["reset"]
+    result = run()
+    assert result.status == 0 and fetched() == NEEDED and "reset by peer; again in 0 s" in result.err
+    assert [request[2] for request in hub.requests("cdn", FIRST)] == [None, "bytes=1000-"]
 
 
 @pytest.mark.parametrize("kind", ["revision", f"cdn {FIRST}"])
 def test_faults_that_stay_end_in_one_line(hub, run, kind):
     hub.faults[kind] = [(502, {})] * 99
     result = run()
-    server = hub.hub if kind == "revision" else hub.cdn
     assert result.status == 1 and "Traceback" not in result.err and not result.out
-    assert result.error.startswith(f"error: 127.0.0.1:{server.server_port} answers 502 Bad Gateway; given up after 5 tries")
+    assert result.error.startswith("error: 127.0.0.1 answers 502 Bad Gateway (what has come is kept")
     assert len(hub.faults[kind]) == 94
 
 
-def test_a_wait_that_is_too_long_is_told(hub, run):
-    hub.faults["revision"] = [(429, {"Retry-After": "86400"})]
-    result = run()
-    assert result.status == 1 and "answers 429 Too Many Requests, and asks to wait 86,400 seconds" in result.error
+def test_a_server_that_has_had_too_many_requests_is_waited_for(hub, run):
+    hub.faults[FIRST] = [(429, {"Retry-After": "7"})] * 2
+    assert run().status == 0 and fetched() == NEEDED
 
 
-def test_what_a_server_asks_to_wait():
-    def wait(**headers):
-        message = Message()
-        for name, value in headers.items():
-            message[name.replace("_", "-")] = value
-        return download.asked_wait(message)
-
-    assert wait() is None and wait(Retry_After="7") == 7 and wait(Retry_After="soon") is None
-    assert 50 < wait(Retry_After=email.utils.formatdate(time.time() + 60, usegmt=True)) <= 60
-    assert wait(Retry_After=email.utils.formatdate(0, usegmt=True)) == 0
-    assert wait(RateLimit='"api";r=0;t=55') == 55 and wait(RateLimit='"api";r=9;t=55') is None
-
-
-def test_an_address_that_expired_is_asked_for_anew(hub, run):
+def test_an_address_that_expired_is_one_line_and_a_new_one_is_asked_for(hub, run):
     hub.faults[f"cdn {FIRST}"] = [(403, {})]
+    result = run()
+    assert result.status == 1 and result.error.startswith("error: 127.0.0.1 answers 403 Forbidden (what has come is kept")
     assert run().status == 0 and len(hub.requests("hub", FIRST)) == 2
 
 
-def test_no_server_and_a_silent_one(hub, run, monkeypatch):
-    hub.faults[f"cdn {FIRST}"] = ["slow"]
-    monkeypatch.setattr(download, "TIMEOUT", 0.2)
-    result = run()
-    assert result.status == 0 and fetched() == NEEDED and "no answer for 0 s" in result.err
+def test_no_server(hub, run):
     hub.close()
     result = run()
-    assert result.status == 1 and "Connection refused; given up after 5 tries" in result.error and "Traceback" not in result.err
+    assert result.status == 1 and "can't be reached: [Errno 111] Connection refused (what" in result.error
+    assert "Traceback" not in result.err and not FOLDER.exists()
 
 
-@pytest.mark.parametrize("kind, body, words", [
-    ("revision", b"<html>", "isn't JSON"),
-    ("revision", b'{"sha": "../../x"}', "isn't understood"),
-    ("revision", b"[]", "isn't understood"),
-    ("tree", b'{"error": 1}', "isn't understood"),
-    ("tree", b'[{"type": "file", "path": "config.json", "size": -1, "oid": "' + b"0" * 40 + b'"}]', "isn't understood"),
-    ("tree", b'[{"type": "file", "path": "config.json", "size": 1, "oid": "x"}]', "isn't understood"),
-    ("model.safetensors.index.json", b'{"weight_map": []}', "isn't understood"),
-])  # fmt: skip
-def test_an_answer_in_another_form_is_one_line(hub, run, kind, body, words):
-    hub.faults[kind] = [body]
+def test_offline(hub, run, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     result = run()
-    assert result.status == 1 and words in result.error and "Traceback" not in result.err
+    assert result.status == 2 and "HF_HUB_OFFLINE is set" in result.error
+
+
+@pytest.mark.parametrize("body", [
+    b"<html>",
+    b"[]",
+    b'{"id": "a/b"}',
+    b'{"id": "a/b", "sha": "../../x", "siblings": []}',
+    b'{"id": "a/b", "sha": "' + b"c" * 40 + b'", "siblings": [{"rfilename": "config.json", "size": 1, "blobId": "x"}]}',
+    b'{"id": "a/b", "sha": "' + b"c" * 40 + b'", "siblings": [{"rfilename": "config.json", "size": 1}]}',
+    b'{"id": "a/b", "sha": "' + b"c" * 40 + b'", "siblings": [{"size": 1}]}',
+])  # fmt: skip
+def test_an_answer_in_another_form_is_one_line(hub, run, body):
+    hub.faults["revision"] = [body]
+    result = run()
+    assert result.status == 1 and "answers in a form that isn't understood" in result.error and "Traceback" not in result.err
 
 
 # refusals: the user can mend these
 
 
 @pytest.mark.parametrize("kind, status, headers, token, words", [
-    (FIRST, 401, {"X-Error-Code": "GatedRepo"}, None, "is gated: accept its licence at http://.*/maker/Tiny-8B-Chat, then"),
-    (FIRST, 403, {"X-Error-Code": "GatedRepo"}, TOKEN, "is not open to the account of HF_TOKEN: accept its licence"),
-    ("model.safetensors.index.json", 403, {}, TOKEN, "is not open to the account of HF_TOKEN"),
-    ("revision", 403, {}, None, "forbids maker/Tiny-8B-Chat to those without a token"),
+    (FIRST, 401, {"X-Error-Code": "GatedRepo"}, None, "is gated: accept its licence at http://.*/maker/Tiny-8B-Chat .*then set HF"),
+    (FIRST, 403, {"X-Error-Code": "GatedRepo"}, TOKEN, "is gated: accept its licence .*see that HF_TOKEN is of an account"),
+    ("model.safetensors.index.json", 403, {}, TOKEN, "is gated: accept its licence .*see that HF_TOKEN is of an account"),
+    ("revision", 403, {}, None, "is gated: accept its licence at .*then set HF_TOKEN"),
     ("revision", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}, TOKEN, "doesn't know the token"),
-    ("revision", 401, {"X-Error-Code": "RepoNotFound"}, None, "no repository maker/Tiny-8B-Chat with revision 'main'.*HF_TOKEN"),
-    ("revision", 404, {"X-Error-Code": "RepoNotFound"}, TOKEN, "no repository maker/Tiny-8B-Chat with.*the token may not see it"),
+    ("revision", 401, {"X-Error-Code": "RepoNotFound"}, None, "no repository maker/Tiny-8B-Chat: check the name.*HF_TOKEN"),
+    ("revision", 404, {"X-Error-Code": "RepoNotFound"}, TOKEN, "no repository maker/Tiny-8B-Chat: .*the token may not see it"),
     ("revision", 404, {"X-Error-Code": "RevisionNotFound"}, None, "maker/Tiny-8B-Chat has no revision 'main'"),
 ])  # fmt: skip
 def test_refusals_say_what_they_mean(hub, run, monkeypatch, kind, status, headers, token, words):
@@ -366,7 +359,7 @@ def test_refusals_say_what_they_mean(hub, run, monkeypatch, kind, status, header
 def test_a_file_that_is_listed_and_not_there_is_the_hubs_fault(hub, run):
     hub.faults["config.json"] = [(404, {"X-Error-Code": "EntryNotFound"})]
     result = run()
-    assert result.status == 1 and f"answers 404 Not Found to /{REPO}/resolve/{COMMIT}/config.json" in result.error
+    assert result.status == 1 and "127.0.0.1 answers 404 Not Found" in result.error
 
 
 @pytest.mark.parametrize("files, words", [
@@ -381,6 +374,12 @@ def test_a_repository_without_what_is_needed(hub, run, files, words):
     assert result.status == 2 and words in result.error and not FOLDER.exists()
 
 
+def test_a_file_too_large_for_http_is_told_before_the_start(hub, run, monkeypatch):
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", 1 << 20)
+    result = run()
+    assert result.status == 2 and f"{FIRST} of {REPO} at revision 'main' has 0 GB, too much for HTTP; take `hf" in result.error
+
+
 def test_a_disk_without_room_is_told_before_the_start(hub, run, monkeypatch):
     begin(run, hub, size=2_000_000)
     need = sum(path.stat().st_size for path in FOLDER.iterdir() if path.name in NEEDED)
@@ -393,20 +392,13 @@ def test_a_disk_without_room_is_told_before_the_start(hub, run, monkeypatch):
     assert run().status == 0
 
 
-def test_a_disk_that_fills_up_is_one_line_and_short_writes_are_finished(tmp_path):
-    class Disk(io.BytesIO):
-        def write(self, data):
-            if self.tell() == 6:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().write(bytes(data[:2]))
+def test_a_disk_that_fills_up_is_one_line(hub, run, monkeypatch):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    with closing(download.Partial(tmp_path, download.File("a", 9, "0" * 64), lambda n: None)) as partial:
-        partial.out.close()
-        partial.out = Disk()
-        partial.append(b"abcdef")
-        assert partial.out.getvalue() == b"abcdef" and partial.bytes == 6
-        with pytest.raises(UserError, match="a.000000000000.partial can't be written: No space left on device; run it again"):
-            partial.append(b"ghi")
+    monkeypatch.setattr(download, "http_get", full)
+    result = run()
+    assert result.status == 2 and re.search(r"\.partial can't be written: No space left on device; run it again", result.error)
 
 
 def test_a_folder_of_something_else_is_not_touched(hub, run):
@@ -430,10 +422,12 @@ def test_two_runs_do_not_write_to_one_folder(hub, run):
 
 
 @pytest.mark.parametrize("repository, argv, words", [
-    ("https://huggingface.co/maker/Tiny", (), "is no repository's name"),
-    ("../Tiny", (), "is no repository's name"),
-    ("maker/..", (), "is no repository's name"),
-    ("a/b/c", (), "is no repository's name"),
+    ("https://huggingface.co/maker/Tiny", (), "is no model's name; give owner/name"),
+    ("../Tiny", (), "is no model's name; give owner/name"),
+    ("maker/..", (), "is no model's name; give owner/name"),
+    ("Tiny", (), "'Tiny' is no model's name; give owner/name"),
+    ("a--b/c", (), "is no model's name; give owner/name"),
+    ("a/b/c", (), "is no model's name; give owner/name"),
     (REPO, ("--connections", "0"), "it must be 1 to 64"),
     (REPO, ("--revision", ""), "--revision is empty"),
     (REPO, ("--wrong",), "unrecognized arguments"),
@@ -448,18 +442,16 @@ def test_mistakes_in_the_command(hub, run, repository, argv, words):
 
 def test_the_token_goes_to_the_hub_alone(hub, run, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
-    hub.page_size, hub.next_host = 5, hub.cdn.url  # a page's successor on another host
     assert run().status == 0 and fetched() == NEEDED
     sent = {role: {entry[2] for entry in hub.log if entry[0] == role} for role in ("hub", "cdn")}
     assert sent == {"hub": {f"Bearer {TOKEN}"}, "cdn": {None}}
-    assert hub.requests("cdn", "tree") and hub.requests("cdn", FIRST)
+    assert hub.requests("cdn", FIRST)
 
 
 def test_the_token_stays_with_a_redirect_within_the_hub(hub, run, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.faults["config.json"] = [(404, {})]
-    run(repository="maker/Old-Name")
-    assert [entry[2] for entry in hub.log if entry[1] in ("revision", "main")] == [f"Bearer {TOKEN}"] * 2
+    assert run("--out", "new-name", repository="maker/Old-Name").status == 0
+    assert [entry[1:3] for entry in hub.log[:2]] == [("main", f"Bearer {TOKEN}"), ("revision", f"Bearer {TOKEN}")]
 
 
 def test_the_saved_token_is_used_where_there_is_no_other(hub, run, tmp_path, monkeypatch):
@@ -474,20 +466,20 @@ def test_the_saved_token_is_used_where_there_is_no_other(hub, run, tmp_path, mon
 def test_a_token_that_cannot_be_one_is_not_shown(hub, run, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", f"{TOKEN} {TOKEN}")
     result = run()  # which checks that the token is nowhere in the output
-    assert result.status == 2 and "HF_TOKEN holds a space" in result.error and not hub.log
+    assert result.status == 2 and "HF_TOKEN (or the token that was saved) holds a space" in result.error and not hub.log
 
 
 @pytest.mark.parametrize("endpoint", ["huggingface.co", "ftp://huggingface.co", "https://", "http://[x"])
 def test_an_endpoint_that_is_no_address(hub, run, monkeypatch, endpoint):
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     result = run()
-    assert result.status == 2 and f"HF_ENDPOINT is {endpoint.rstrip('/')!r}; it must be an address" in result.error
+    assert result.status == 2 and f"HF_ENDPOINT is {endpoint!r}; it must be an address" in result.error
 
 
 def test_a_redirect_to_something_that_is_not_the_web_is_not_followed(hub, run):
     hub.faults["config.json"] = [(302, {"Location": "ftp://127.0.0.1/config.json"})]
     result = run()
-    assert result.status == 1 and "redirects to ftp, which isn't https" in result.error
+    assert result.status == 1 and "unsupported protocol 'ftp://'" in result.error
 
 
 # names
@@ -495,7 +487,7 @@ def test_a_redirect_to_something_that_is_not_the_web_is_not_followed(hub, run):
 
 def test_names_that_lead_out_of_the_folder_are_not_written(hub, run, tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    row = {"type": "file", "size": 4, "oid": "0" * 40}
+    row = {"size": 4, "blobId": "0" * 40}
     names = [
         "../evil.safetensors",
         "../../tokenizer.json",
@@ -504,16 +496,6 @@ def test_names_that_lead_out_of_the_folder_are_not_written(hub, run, tmp_path):
         "a/../../evil.tiktoken",
         "..\\evil.tiktoken",
     ]
-    hub.extra_rows = [{**row, "path": name} for name in names]
+    hub.extra_rows = [{**row, "rfilename": name} for name in names]
     assert run().status == 0 and fetched() == NEEDED
     assert {path.parent for path in set(tmp_path.rglob("*")) - set(before) if path.is_file()} == {Path.cwd() / FOLDER}
-
-
-@pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/evil.safetensors", "model-9.safetensors", 7])
-def test_an_index_that_names_other_files_is_refused(hub, run, name):
-    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": name}}).encode()
-    hub.extra_rows = [{"type": "file", "size": 4, "oid": "0" * 40, "path": str(name)}] * (
-        name != "model-9.safetensors" and name != 7
-    )
-    result = run()
-    assert result.status == 2 and f"names {name!r}, which its top folder doesn't hold" in result.error and not FOLDER.exists()

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+import train_judge
 from conftest import ROOT, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -287,6 +288,12 @@ def test_calibration_weighs_right_and_wrong_alike():
     assert [(round(mean, 3), share, round(weight, 6)) for mean, share, weight in bins] == [(0.047, 0.0, 0.5), (0.953, 1.0, 0.5)]
     (only,) = result_of([0.01] * 9, [0.01] * 3).calibration()
     assert abs(only[1] - 0.5) < 1e-6
+
+
+def test_a_report_has_no_row_of_calibration_that_holds_nothing():
+    result = result_of([3.0] * 999 + [0.0], [-3.0] * 1000)
+    assert len(result.calibration()) == 3
+    assert train_judge.report(result, 0.9, 0.5).count("of the weight") == 2
 
 
 def separable(n_questions, n_wrong):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import compare_labels
+import demo_task
 import label
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_mining_equals_the_naive_algorithm():
         found = m.mine(PROBLEM, prompt)
         answer = naive_answer(m.target, prompt, [])
         if not PROBLEM.is_right(TOKENIZER.decode(answer)):
-            assert found is None
+            assert found.startswith("the target's own answer is wrong")
             continue
         harmless, matters, place = set(), [], 0
         while place < len(answer):
@@ -146,6 +147,50 @@ def command(*argv):
 def automatic(method, out, *more):
     return command(method, "--task", "demo-train", "--limit", "2", "--target", "demo/target", "--draft", "demo/draft", "--dtype",
                    "float32", "--out", str(out), *more)  # fmt: skip
+
+
+def own_questions(path, answers):
+    """A file of questions like the demo's, with these answers (None: the right one)."""
+    problems = demo_task.unseen_problems(len(answers))
+    rows = [{"question": p.question, "answer": answer or str(p.answer)} for p, answer in zip(problems, answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_ones_own_questions_are_labelled(tmp_path):
+    data, out = own_questions(tmp_path / "mine.jsonl", [None]), tmp_path / "labels.jsonl"
+    done = command("likelihood", "--task", "qa", "--data", data, "--out", str(out))
+    assert done.returncode == 0 and done.stderr.startswith(f"1 questions of {data}\n"), done.stderr
+    assert {example.question for example in read_labels(out, TOKENIZER)} == {0}
+
+
+def test_no_label_at_all_is_a_mistake_that_says_what_to_do(tmp_path):
+    data = own_questions(tmp_path / "mine.jsonl", ["-7"])
+    done = command("mine", "--task", "qa", "--data", data, "--out", str(tmp_path / "labels.jsonl"))
+    assert done.returncode == 2 and "1 skipped as the target's own answer is wrong" in done.stdout
+    assert "labels.jsonl holds no label: give questions that the target can answer" in done.stderr.splitlines()[-1]
+
+
+def test_gsm8ks_examples_and_the_reasons_for_what_is_skipped_are_told(tmp_path, monkeypatch, capsys):
+    data, reasons = tmp_path / "d.jsonl", iter(["wrong", "empty", "wrong"])
+    data.write_text((json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n") * 7)
+    monkeypatch.setattr(label.Miner, "mine", lambda *args: next(reasons))
+    argv = ["label.py", "mine", "--task", "gsm8k", "--data", str(data), "--out", str(tmp_path / "labels.jsonl")]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(UserError, match="holds no label: give questions that the target can answer"):
+        label.main()
+    out, err = capsys.readouterr()
+    assert out == "0 labels (0 right, 0 wrong) from 3 questions; 2 skipped as wrong; 1 skipped as empty\n"
+    assert f"3 questions of {data}; its last 4 rows are worked examples before each question, and not asked\n" in err
+    monkeypatch.setattr(sys, "argv", ["label.py", "mine", "--help"])
+    with pytest.raises(SystemExit):
+        label.main()
+    assert "gsm8k's last 4 rows are worked examples, not asked" in " ".join(capsys.readouterr().out.split())
+
+
+def test_answers_that_the_draft_would_give_too_are_told():
+    rows = [{"labels": [IGNORE], "alternatives": []}, {"labels": [IGNORE], "alternatives": [[0, 5, WRONG]]}]
+    assert label.summary(rows, 0, 0) == "1 labels (0 right, 1 wrong) from 2 questions; in 1 the draft would say the same throughout"
 
 
 def test_an_interrupted_run_goes_on_and_gives_the_same_file(tmp_path):

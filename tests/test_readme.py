@@ -77,7 +77,8 @@ def test_the_library_example_runs(tmp_path, monkeypatch, capsys):
     for name in ("Tiny-8B", "Tiny-1B"):
         (tmp_path / "checkpoints" / name / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     mark = checkpoint.fingerprint(tmp_path / "checkpoints" / "Tiny-8B")
-    Head(torch.randn(48), 0.0, "post_norm", "Tiny-8B", mark).save(tmp_path / "head.pt")
+    (tmp_path / "runs").mkdir()
+    Head(torch.randn(48), 0.0, "post_norm", "Tiny-8B", mark).save(tmp_path / "runs" / "head.pt")
     monkeypatch.chdir(tmp_path)
     example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert len(example) == 1

@@ -41,6 +41,23 @@ def test_gsm8k_asks_behind_worked_examples(tmp_path):
     assert first.given == " 1+0=1\n#### 1"
 
 
+def test_gsm8k_needs_more_rows_than_its_examples(tmp_path):
+    rows = [{"question": "q?", "answer": "#### 1"}] * 4
+    with pytest.raises(UserError, match="has 4 rows; gsm8k takes the last 4 as worked examples, so it needs more .--task qa"):
+        tasks.read_problems("gsm8k", write(tmp_path / "d.jsonl", rows), 10)
+
+
+@pytest.mark.parametrize("wanted, text, right", [
+    ("12", "5 + 7 = 12.", True), ("12", "12, not 13", False), ("12", "no number", False), ("1,200.0", "That is $1200.", True),
+    ("12%", "it is 12 %", True), ("-3", "so -3", True), ("5+7 = 12\n#### 12", "#### 12 (of 20)", True), ("12", "112", False),
+    ("Paris", "The capital is **Paris**.", True), ("The Nile", "It's the nile, of course", True), ("Paris", "Parisian", False),
+    ("two of them", "Of them, two", False), ("Straße", "STRASSE", True), ("Apollo 11", "Apollo 11 in 1969", True),
+])  # fmt: skip
+def test_ones_own_questions_are_checked_by_the_number_or_the_words(tmp_path, wanted, text, right):
+    (problem,) = tasks.read_problems("qa", write(tmp_path / "d.jsonl", [{"question": "q?", "answer": wanted}]), 10)
+    assert problem.turns == ("q?",) and problem.given == wanted and problem.is_right(text) is right
+
+
 @pytest.mark.parametrize("text, letter", [
     ("so the answer is B.", "B"), ("The answer is **(C)**", "C"), (" D", "D"), ("(A).", "A"), ("A cat", None), ("", None),
     ("the answer is a cat. The answer is: E", "E"), ("The answer is B. No: the answer is C.", "C"),
@@ -63,6 +80,8 @@ def test_choices_in_both_forms(tmp_path, row):
     ("mmlu", {"question": "q", "choices": ["x", "y"], "answer": 5}, "line 1: the answer 5"),
     ("arc", {"question": "q", "choices": ["x", "y"], "answer": "Q"}, "line 1"), ("mmlu", {"question": "q"}, "line 1: no 'choices'"),
     ("gsm8k", {"question": "q", "answer": 3}, "line 1: question and answer"), ("gsm8k", {"question": "q"}, "line 1: no 'answer'"),
+    ("gsm8k", {"question": "q", "answer": "it is 3"}, "line 1: the answer must end with #### and a number.*--task qa"),
+    ("qa", {"question": "q", "answer": ""}, "line 1: the answer is empty"),
     ("humaneval", {"prompt": "x"}, "line 1: no 'test'"), ("mt-bench", {"question_id": 1, "turns": []}, "line 1: turns"),
 ])  # fmt: skip
 def test_a_bad_line_is_refused_with_its_number(tmp_path, task, row, words):
