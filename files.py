@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -71,11 +72,12 @@ def resume_jsonl(path: Path, check: Callable[[list[dict[str, Any]]], None]) -> l
         check: raises UserError for lines that another run wrote. Nothing is changed before it has agreed.
 
     Raises:
-        UserError: the file holds anything but JSON lines.
+        UserError: the file holds anything but JSON lines, or another process writes to it.
     """
     if not path.exists():
         return []
     try:
+        _hold_lines(path)
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} can't be read: {error}") from None
@@ -90,9 +92,43 @@ def resume_jsonl(path: Path, check: Callable[[list[dict[str, Any]]], None]) -> l
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    """Add a line to a JSON-lines file, which is made if it isn't there."""
+    """Add a line to a JSON-lines file, which is made if it isn't there. It is this process's from then on, to its end.
+
+    Raises:
+        UserError: another process writes to it.
+    """
     with path.open("a", encoding="utf-8") as file:
+        _hold_lines(path)
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def hold(path: Path) -> int:
+    """Keep other processes from a file or a folder that is written to, until the descriptor that is returned is closed.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(f"another process writes to {path}; wait for it or choose another --out") from None
+    except OSError:
+        pass  # some network file systems know no such lock
+    return handle
+
+
+_held: dict[Path, int] = {}  # files of lines that this process writes
+
+
+def _hold_lines(path: Path) -> None:
+    handle = _held.get(path.absolute())
+    if handle is not None and os.path.samestat(os.fstat(handle), path.stat()):
+        return
+    if handle is not None:
+        os.close(handle)  # of a file that is there no more
+    _held[path.absolute()] = hold(path)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from checkpoint import (
     sample,
 )
 from errors import UserError
-from files import SIDE_FILES, check_room, remove, replacing, write_json
+from files import SIDE_FILES, check_room, hold, remove, replacing, write_json
 from model import Config
 from tokenizer import FILES as TOKENIZER_FILES
 
@@ -62,6 +63,7 @@ class CheckpointWriter:
         if (folder / "config.json").exists():
             raise UserError(f"{folder} is a checkpoint already; remove it or choose another name")
         folder.mkdir(parents=True, exist_ok=True)
+        self.let_go = weakref.finalize(self, os.close, hold(folder))
         self.folder, self.tied, self.quantization, self.shard_bytes = folder, tied, quantization, shard_bytes
         key = [secrets.token_hex() if run is None else run, tied, quantization, shard_bytes]
         self.run = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
@@ -140,6 +142,7 @@ class CheckpointWriter:
                 {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
             )
         write_json(self.folder / "config.json", config)
+        self.let_go()
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:

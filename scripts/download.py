@@ -8,7 +8,6 @@ host alone; HF_ENDPOINT names another Hub.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -33,7 +32,7 @@ from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from errors import Parser, UserError, run_cli
-from files import SIDE_FILES, check_room, read_json, write_json
+from files import SIDE_FILES, check_room, hold, read_json, write_json
 
 ROOT = Path("downloads")
 RECORD = "download.json"  # in the folder: repository, commit, and the checksum of each file that is whole
@@ -143,14 +142,8 @@ class Folder:
     def held(self) -> Iterator[None]:
         """Keep a second run from writing to the same files."""
         self.path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.path, os.O_RDONLY)
+        handle = hold(self.path)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another download writes to {self.path}; wait for it or choose another --out") from None
-            except OSError:
-                pass  # some network file systems know no such lock
             yield
         finally:
             os.close(handle)

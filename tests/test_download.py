@@ -416,7 +416,7 @@ def test_two_runs_do_not_write_to_one_folder(hub, run):
     FOLDER.mkdir(parents=True)
     handle = os.open(FOLDER, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    assert "another download writes to downloads/Tiny-8B-Chat" in run().error
+    assert "another process writes to downloads/Tiny-8B-Chat" in run().error
     os.close(handle)
     assert run().status == 0
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,3 +92,34 @@ def test_a_bad_line_is_named(tmp_path):
     path.write_bytes(b"\n")
     with pytest.raises(UserError, match="is empty"):
         files.read_jsonl(path, lambda row: row)
+
+
+def test_two_processes_never_write_to_one_file(tmp_path):
+    path, folder = tmp_path / "lines.jsonl", tmp_path / "folder"
+    folder.mkdir()
+    files.append_jsonl(path, {"by": "this"})
+    files.append_jsonl(path, {"by": "this"})
+    handle = files.hold(folder)
+    other = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import files
+from pathlib import Path
+for write in (lambda: files.append_jsonl(Path({str(path)!r}), {{}}), lambda: files.resume_jsonl(Path({str(path)!r}), print),
+              lambda: files.hold(Path({str(folder)!r}))):
+    try:
+        write()
+        print("wrote")
+    except files.UserError as error:
+        print(error)
+"""
+
+    def said():
+        run = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True)
+        return [line.partition(" writes to ")[0] for line in run.stdout.splitlines()]
+
+    assert said() == ["another process"] * 3
+    assert path.read_text() == '{"by": "this"}\n' * 2
+    os.close(handle)
+    path.unlink()  # begun anew, it is held anew
+    files.append_jsonl(path, {"by": "this"})
+    assert said() == ["another process"] * 2 + ["wrote"]
