@@ -9,20 +9,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import demo_task
 import torch
 
 from checkpoint import find_pair
-from engine import RULE, STANDARD, TARGET, Engine, Generation, generate
-from errors import Parser, UserError, run_cli
-from generate import COLOURS, DEMO, RESET
+from engine import Engine, Generation, generate
+from generate import COLOURS, RESET, legend
+from llm import DEMO
 from tokenizer import Output
-
-LEGEND = {STANDARD: "the standard test accepted it", RULE: "only the judge accepted it", TARGET: "the target's own"}
 
 
 def coloured(run: Generation) -> str:
-    """The text with a colour for each token."""
+    """The text with a colour for each token, where it is read on a terminal."""
+    if not sys.stdout.isatty():
+        return run.output.text.strip()
     out, at = "", 0
     for end, who in zip(run.output.ends, run.output.accepted_by):
         out += f"{COLOURS[who]}{run.output.text[at:end]}{RESET}"
@@ -62,7 +66,7 @@ def main() -> None:
     print(problem.question)
     for name in ("standard", "judge"):
         print(f"\n{name}: {coloured(runs[name][0])}")
-    print("\n" + ", ".join(f"{COLOURS[who]}{words}{RESET}" for who, words in LEGEND.items()) + "\n")
+    print(f"\n{legend()}\n" if sys.stdout.isatty() else "")
     print(f"{'':12} {'tokens/s':>9} {'m*':>6} {'tokens a round':>15}  answer")
     for name, several in runs.items():
         run, rounds = several[0], len(several[0].rounds)

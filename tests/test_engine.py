@@ -453,7 +453,7 @@ def test_engine_refuses_what_does_not_fit():
     target, draft = tiny(), tiny(max_position_embeddings=100)
     with pytest.raises(UserError, match="draft's context of 100"):
         Engine(target, draft, max_len=120)
-    with pytest.raises(UserError, match="--draft-len is 0"):
+    with pytest.raises(UserError, match="`draft_len` is 0"):
         Engine(target, draft, draft_len=0, max_len=50)
     engine = Engine(target, max_len=20)
     with pytest.raises(UserError, match="empty"):
@@ -471,7 +471,7 @@ def test_any_block_is_warmed_up_in_any_room(M, new):
 
 def test_what_no_model_has_room_for_is_refused():
     for M in (0, -1, 512, 10**12):
-        with pytest.raises(UserError, match="--draft-len"):
+        with pytest.raises(UserError, match="`draft_len`"):
             Engine(tiny(), tiny(), draft_len=M, max_len=20)
     engine = Engine(tiny(), max_len=20)
     for prompt in ([3, 131], [3, -1], [10**9]):
@@ -502,7 +502,7 @@ def test_the_judges_floor_is_on_the_models_own_probabilities(sampling, floor):
     Sampling(1.0, top_k=-1), Sampling(1.0, top_p=0.0), Sampling(1.0, top_p=1.5),
 ])  # fmt: skip
 def test_sampling_that_cant_be_is_refused(bad):
-    with pytest.raises(UserError, match="--"):
+    with pytest.raises(UserError, match="`(seed|temperature|top_k|top_p)` is .*; it must be"):
         Engine(tiny(), sampling=bad, max_len=20)
 
 
