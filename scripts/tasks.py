@@ -5,6 +5,7 @@ A new task is a function from a data file to problems, and a line in ``TASKS``.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import random
@@ -102,7 +103,7 @@ def gsm8k_problems(data: Path, limit: int) -> list[Problem]:
     return [
         Problem(
             (gsm8k_prompt(row["question"], rows[-SHOTS:]),),
-            lambda text, wanted=final_number(row["answer"]): is_right(text, wanted),
+            functools.partial(is_right, wanted=final_number(row["answer"])),
             ("\n\n", "Question:"),
             " " + without_marks(row["answer"]),
         )
