@@ -162,7 +162,7 @@ def meta_weights(folder: Path, config: Config, weights: int, quantization: str =
         UserError: the configuration can't be that of any weights.
     """
     if config.n_layers > weights:
-        raise UserError(f"{folder}: config.json gives n_layers = {config.n_layers}, but there are only {weights} weights")
+        raise UserError(f"{folder}: config.json gives num_hidden_layers = {config.n_layers}, but there are only {weights} weights")
     try:
         with torch.device("meta"):
             return Transformer(config, quantization=quantization).state_dict()

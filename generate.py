@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = p.add_argument
     add("--target", metavar="NAME", help="checkpoint folder or name under checkpoints/ (default: the demo's target)")
     add("--draft", metavar="NAME", help="draft checkpoint; without one, plain decoding")
-    add("--judge", metavar="FILE", type=Path, help="judge head, made by scripts/train_judge.py for this target, or else the demo's")
+    add("--judge", metavar="FILE", type=Path, help="judge head, made by scripts/train_judge.py for the target (alone: the demo's)")
     add("--verify", choices=["standard", *RULES], help="who accepts drafts (default: judge with a head, else standard)")
     add("--threshold", type=float, metavar="X", help="the rule's knob: δ for judge (default: the head's, 0.5), K for topk (5), "
         "ε for typical (0.09), τ for kl (0.3)")  # fmt: skip
@@ -207,6 +207,7 @@ def ask() -> str | None:
     try:
         return input("> ").strip()
     except EOFError:
+        print(file=sys.stderr)  # leave the shell's prompt on a line of its own
         return None
 
 

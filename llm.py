@@ -255,13 +255,15 @@ class LLM:
         self.context = min(self.pair.context, CONTEXT) if context is None else context
         if not (isinstance(self.context, int) and 2 <= self.context <= self.pair.context):
             raise UserError(f"a context of {self.context!r} tokens was asked for; the models' is {self.pair.context}")
+        longest = min(LENGTHS[-1], self.pair.context - 1) if max_draft_len is None else max_draft_len
+        if not isinstance(longest, int) or longest < 1:
+            raise UserError(f"room for {longest!r} drafted tokens a round was asked for; it must be a number of at least 1")
         dtype = dtype or default_dtype(self.pair.target)
         self.target, self.draft = self.pair.load(checkpoint.DTYPES[dtype], device, quantize, draft_tp == 1)
         if compile:
             for model in (self.target, self.draft):
                 if model is not None:
                     model.compile_blocks(dynamic=device == "cpu")
-        longest = min(LENGTHS[-1], self.pair.context - 1) if max_draft_len is None else max_draft_len
         self.max_draft_len = longest if self.draft is not None else 0
         length = cache_length(self.context, self.max_draft_len, int(device == "cuda"))
         self.caches = self.target.new_cache(length), self.draft.new_cache(length) if self.draft is not None else None
@@ -286,7 +288,7 @@ class LLM:
             if key not in self._engines:
                 adapt = full.draft_len == "auto"
                 self._engines[key] = Engine(
-                    self.target, self.draft, draft_len=self.max_draft_len if adapt else int(full.draft_len or 0),
+                    self.target, self.draft, draft_len=min(self.max_draft_len, LENGTHS[-1]) if adapt else int(full.draft_len or 0),
                     verify=str(full.verify), threshold=full.threshold or 0.0, sampling=full.sampling, max_len=self.context,
                     trace=self.trace, check_ranks=self.check_ranks, adapt=adapt, caches=self.caches,
                 )  # fmt: skip

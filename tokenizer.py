@@ -12,7 +12,6 @@ import codecs
 import functools
 import json
 import re
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -354,12 +353,9 @@ def _from_tokenizer_json(path: Path, settings: dict[str, Any]) -> Vocabulary:
     for token, i in vocab.items():
         pieces[i] = token.encode() if i in added else to_bytes(token)
 
-    lock = threading.Lock()  # or another thread could set it otherwise in between
-
     def encode(text: str, special: bool) -> list[int]:
-        with lock:
-            tokenizer.encode_special_tokens = not special
-            return tokenizer.encode(text, add_special_tokens=False).ids
+        tokenizer.encode_special_tokens = not special
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
     # What the post-processor puts in front of any text is bos.
     bare, whole = encode("a", False), tokenizer.encode("a").ids

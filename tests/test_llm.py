@@ -198,7 +198,8 @@ def test_what_was_asked_of_the_models_at_hand(folder):
     ({"device": "gpu"}, "`device` is 'gpu'; there are cuda, cpu"),
     ({"quantize": "int3"}, "`quantize` is 'int3'; there are none, int8"),
     ({"dtype": torch.float32}, "`dtype` is torch.float32; there are bfloat16, float16, float32"),
-    ({"context": "long"}, "a context of 'long' tokens"),
+    ({"context": "long"}, "a context of 'long' tokens"), ({"max_draft_len": 0}, "room for 0 drafted tokens"),
+    ({"max_draft_len": "x"}, "room for 'x' drafted tokens"),
 ])  # fmt: skip
 def test_models_are_asked_for_by_words_that_there_are(folder, options, words):
     with pytest.raises(UserError, match=words):
@@ -211,7 +212,7 @@ def test_models_are_asked_for_by_words_that_there_are(folder, options, words):
 def test_options_are_the_engines_own(folder):
     names = {field.name for field in dataclasses.fields(Options)}
     assert {"max_new_tokens", "stop", "verify", "threshold", "draft_len", "temperature", "top_k", "top_p", "seed", "raw"} == names
-    adapting = LLM(folder / "target", folder / "draft", dtype="float32", compile=False)
+    adapting = LLM(folder / "target", folder / "draft", dtype="float32", compile=False, max_draft_len=600)
     run = adapting.generate("Hello", draft_len="auto", max_new_tokens=60)
     assert isinstance(adapting.engine(draft_len="auto"), Engine) and adapting.engine(draft_len="auto").pace is not None
     assert is_greedy(adapting.target, adapting.encode("Hello"), run.tokens)
