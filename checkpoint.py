@@ -35,37 +35,42 @@ from tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from tp import Ranks, largest, ranges, same, together, world
 
 ROOT = Path("checkpoints")
+BESIDE = Path(__file__).resolve().parent / "checkpoints"  # looked into as well, whatever folder a command runs in
 LAYOUT = "fused-1"  # in every weight file's metadata: these names, q/k/v and gate/up fused, half-split RoPE
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the dtypes, in safetensors' names, that a weight which isn't quantized may have
 KEPT_AS = {torch.int8: "I8", torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}  # and those of one that is
 
 
-def find_checkpoint(name: str, root: Path = ROOT) -> Path:
-    """The folder that ``name`` means: a path, else ``root``/name, else the one under ``root`` with ``name`` as a whole part.
+def find_checkpoint(name: str) -> Path:
+    """The folder that ``name`` means: a path, else a name under ``checkpoints/``, else the one there with ``name`` as a whole part.
 
-    A whole part is what stands between ``-``, ``_``, ``.`` or the ends, whatever its case: ``8B`` is in
-    ``Llama-3.1-8B-Instruct`` and not in ``Llama-3.2-18B``.
+    It looks into the current folder's ``checkpoints/``, then into the one beside the scripts. A whole part is what stands between
+    ``-``, ``_``, ``.`` or the ends, whatever its case: ``8B`` is in ``Llama-3.1-8B-Instruct`` and not in ``Llama-3.2-18B``.
 
     Raises:
         UserError: none or several fit; the message lists the checkpoints there are.
     """
     if not name:
         raise UserError("the checkpoint's name is empty; give a folder or a name under checkpoints/")
-    for folder in (Path(name), root / name):
+    roots = [ROOT] if ROOT.resolve() == BESIDE.resolve() else [ROOT, BESIDE]
+    for folder in (Path(name), *(root / name for root in roots)):
         if folder.is_dir():
             if (folder / "config.json").is_file():
                 return folder
             raise UserError(f"{folder} holds no config.json, so it is not a checkpoint (or its conversion was interrupted)")
-    known = sorted(p.parent for p in root.glob("*/config.json")) + sorted(p.parent for p in root.glob("*/*/config.json"))
     part = re.compile(rf"(?:^|[-_./]){re.escape(name)}(?:$|[-_./])", re.IGNORECASE)
-    fits = [p for p in known if part.search(p.relative_to(root).as_posix())]
-    if len(fits) == 1:
-        return fits[0]
-    listing = ", ".join(p.relative_to(root).as_posix() for p in (fits or known)) or "nothing"
-    if fits:
-        raise UserError(f"{name!r} fits several checkpoints under {root}/: {listing}; give one whole name")
-    raise UserError(f"no checkpoint {name!r}: no such folder, and {root}/ holds {listing}")
+    looked = []
+    for root in roots:
+        known = sorted(p.parent for p in root.glob("*/config.json")) + sorted(p.parent for p in root.glob("*/*/config.json"))
+        fits = [p for p in known if part.search(p.relative_to(root).as_posix())]
+        if len(fits) == 1:
+            return fits[0]
+        listing = ", ".join(p.relative_to(root).as_posix() for p in (fits or known)) or "nothing"
+        if fits:
+            raise UserError(f"{name!r} fits several checkpoints under {root}/: {listing}; give one whole name")
+        looked.append(f"{root}/ holds {listing}")
+    raise UserError(f"no checkpoint {name!r}: no such folder, and {' and '.join(looked)}")
 
 
 def load_config(folder: Path) -> Config:
@@ -157,7 +162,7 @@ def meta_weights(folder: Path, config: Config, weights: int, quantization: str =
         UserError: the configuration can't be that of any weights.
     """
     if config.n_layers > weights:
-        raise UserError(f"{folder}: config.json gives n_layers = {config.n_layers}, but there are only {weights} weights")
+        raise UserError(f"{folder}: config.json gives num_hidden_layers = {config.n_layers}, but there are only {weights} weights")
     try:
         with torch.device("meta"):
             return Transformer(config, quantization=quantization).state_dict()
@@ -273,7 +278,7 @@ def check_finite(name: str, weight: Tensor) -> None:
     """Raises UserError for a weight that holds infinities or what is no number: a model of it would answer, with rubbish."""
     if weight.is_floating_point() and not all(bool(end.isfinite()) for end in weight.aminmax()):  # at memory's speed
         dtype = str(weight.dtype).removeprefix("torch.")
-        raise UserError(f"{name} holds numbers beyond {dtype}'s range, or none at all: choose another --dtype, or fetch it again")
+        raise UserError(f"{name} holds numbers beyond {dtype}'s range, or none at all: choose another `dtype`, or fetch it again")
 
 
 def is_quantized(name: str) -> bool:
@@ -330,7 +335,7 @@ def verify(folder: Path) -> int:
     unknown = sorted(source.files.keys() - source.sums.keys())
     if source.sums and unknown:
         raise UserError(f"{source.files[unknown[0]]} is damaged: it has no checksum of {unknown[0]}; convert it again")
-    for name in tqdm(source.files, desc=str(folder), unit="weight"):
+    for name in tqdm(source.files, desc=str(folder), unit="weight", disable=None):
         check_sum(source, name, read_part(source, name, config))
     return len(source.sums)
 
@@ -379,6 +384,12 @@ class Pair:
     head: Head | None
     tokenizer: Tokenizer
     context: int  # tokens that both models have room for
+    single_task: str | None = None  # all that the target can be asked, where its generation_config.json says so
+
+    @property
+    def caution(self) -> str:
+        """What whoever asks it something should know; empty for a target of any task."""
+        return f"this target knows one task, {self.single_task}; it answers all else with gibberish" if self.single_task else ""
 
     def load(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", quantization: str = "none", whole_draft: bool = False
@@ -414,7 +425,9 @@ def find_pair(target: str, draft: str | None = None, judge: Path | None = None) 
             room, theirs = context_and_tokenizer(other)
             context = min(context, room)
             check_same_vocabulary(tokenizer, theirs, str(folder), str(other))
-        return Pair(folder, other, head_for(folder, judge) if judge is not None else None, tokenizer, context)
+        head = head_for(folder, judge) if judge is not None else None
+        single_task = read_json(folder / "generation_config.json", missing_ok=True).get("single_task")
+        return Pair(folder, other, head, tokenizer, context, single_task)
 
 
 def context_and_tokenizer(folder: Path) -> tuple[int, Tokenizer]:

@@ -8,11 +8,14 @@ import re
 import sys
 from pathlib import Path
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from torch import Tensor
 
 import checkpoint
-from errors import Parser, UserError, run_cli
 from files import read_json
 from linear import MODES
 from model import Config

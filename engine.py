@@ -42,13 +42,13 @@ class Sampling:
     def check(self) -> None:
         """Raises UserError for a value outside its range."""
         if self.temperature != 0 and not 1e-3 <= self.temperature < math.inf:
-            raise UserError(f"--temperature is {self.temperature:g}; it must be 0 (greedy) or a number of at least 0.001")
+            raise UserError(f"`temperature` is {self.temperature:g}; it must be 0 (greedy) or a number of at least 0.001")
         if not 0 <= self.seed < 1 << 63:
-            raise UserError(f"--seed is {self.seed}; it must be at least 0 and below 2^63")
+            raise UserError(f"`seed` is {self.seed}; it must be at least 0 and below 2^63")
         if self.top_k < 0:
-            raise UserError(f"--top-k is {self.top_k}; it must be at least 1, or 0 for all tokens")
+            raise UserError(f"`top_k` is {self.top_k}; it must be at least 1, or 0 for all tokens")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p is {self.top_p:g}; it must be above 0 and at most 1")
+            raise UserError(f"`top_p` is {self.top_p:g}; it must be above 0 and at most 1")
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -145,7 +145,7 @@ class Engine:
         self.M = draft_len if draft is not None else 0
         if draft is not None and not 1 <= draft_len < target.config.max_seq_len:
             raise UserError(
-                f"--draft-len is {draft_len}; it must be at least 1, and below the context of {target.config.max_seq_len}"
+                f"`draft_len` is {draft_len}; it must be at least 1, and below the context of {target.config.max_seq_len}"
             )
         for name, model in (("target", target), ("draft", draft)):
             if model is not None and max_len > model.config.max_seq_len:
@@ -154,6 +154,7 @@ class Engine:
         self.device, self.max_len = weight.device, max_len
         self.lengths = tuple(M for M in LENGTHS if M <= self.M) if adapt and self.M else ()
         self.pace: Pace | None = None  # until rounds were timed
+        self.warm = False  # until they ran once
         # what a trace or a check holds must be read before the next round
         captured = capture and self.device.type == "cuda" and not trace and not check_ranks
         self.run_ahead = int(captured) if run_ahead is None else run_ahead
@@ -213,6 +214,7 @@ class Engine:
         for bucket in sorted(buckets):
             for M in self.lengths or (self.M,):
                 self._trial(M, times, bucket)
+        self.warm = True
         return time.perf_counter() - start
 
     def _trial(self, M: int, times: int, bucket: int = FIRST_BUCKET) -> list[dict[str, float]]:
@@ -411,7 +413,7 @@ class Engine:
             M = flight.M
             if n < 0:
                 where = f"the target's logits behind token {length}"
-                raise UserError(f"{where} are no numbers: its weights are damaged, or too big for this --dtype")
+                raise UserError(f"{where} are no numbers: its weights are damaged, or too big for this `dtype`")
             if self.pace is not None:
                 self.pace.saw(n, M)
             standard = values[M + 1 : 2 * M + 1]

@@ -41,6 +41,9 @@ def _parse_lines(path: Path, data: bytes, parse: Callable[[Any], T]) -> list[T]:
     for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
         try:
             row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}, line {number} is no JSON: {error}") from None
+        try:
             if not isinstance(row, dict):
                 raise ValueError(f"it should be a JSON object, not a {type(row).__name__}")
             rows.append(parse(row))

@@ -13,16 +13,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 
 import checkpoint
 from engine import RULE, STANDARD, TARGET, Engine, Generation
-from errors import Parser, UserError, run_cli
 from files import check_writable, write_text
 from judge import RULES
 from linear import MODES
-from llm import CONTEXT, DEMO, LLM, Options, encode
-from page import Passage, generated_spans, page
+from llm import CONTEXT, DEMO, LLM, Options, default_dtype, encode
+from page import KINDS, Passage, generated_spans, page
 from tp import Ranks, ranks_of, same, together, told
 
 with contextlib.suppress(ImportError):
@@ -42,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = p.add_argument
     add("--target", metavar="NAME", help="checkpoint folder or name under checkpoints/ (default: the demo's target)")
     add("--draft", metavar="NAME", help="draft checkpoint; without one, plain decoding")
-    add("--judge", metavar="FILE", type=Path, help="judge head, made by scripts/train_judge.py for this target")
+    add("--judge", metavar="FILE", type=Path, help="judge head, made by scripts/train_judge.py for the target (alone: the demo's)")
     add("--verify", choices=["standard", *RULES], help="who accepts drafts (default: judge with a head, else standard)")
     add("--threshold", type=float, metavar="X", help="the rule's knob: δ for judge (default: the head's, 0.5), K for topk (5), "
         "ε for typical (0.09), τ for kl (0.3)")  # fmt: skip
@@ -71,11 +74,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--html", metavar="FILE", type=Path, help="write a page of the tokens, who accepted or rejected each, and by what numbers")
     add("--json", action="store_true", help="print one JSON object as the last line of stdout; all else goes to stderr")
     args = p.parse_args(argv)
-    if args.target is None and args.draft is None and args.judge is None:
+    if args.target is None and args.draft is None:
         args.target, args.draft = str(DEMO / "target"), str(DEMO / "draft")
-        args.judge = DEMO / "judge.pt" if args.verify in (None, "judge") else None
-        args.dtype = args.dtype or "float32"
-    args.dtype = args.dtype or "bfloat16"
+        if args.judge is None and args.verify in (None, "judge"):
+            args.judge = DEMO / "judge.pt"
     check_args(args)
     return args
 
@@ -91,11 +93,11 @@ def draft_length(text: str) -> int | str:
 def check_args(args: argparse.Namespace) -> None:
     """Fill in the defaults that depend on each other. Raises UserError for what can't be."""
     if args.target is None:
-        raise UserError("--draft and --judge need a --target")
+        raise UserError(f"--draft {args.draft} needs a --target")
     if args.draft is None and args.judge is not None:
         raise UserError("--judge needs a --draft")
     full = options_of(args).settled(args.draft is not None, args.judge is not None)
-    args.verify, args.draft_len = full.verify, full.draft_len
+    args.verify, args.draft_len, args.dtype = full.verify, full.draft_len, args.dtype or default_dtype(args.target)
     if args.num_samples < 1:
         raise UserError(f"--num-samples is {args.num_samples}; it must be at least 1")
     if args.html is not None and args.interactive:
@@ -201,14 +203,12 @@ def picture(pair: checkpoint.Pair, engine: Engine, question: str, run: Generatio
 
 
 def ask() -> str | None:
-    """What is typed at the prompt, None at the end of input. Ctrl-C drops the line."""
-    while True:
-        try:
-            return input("> ").strip()
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            print("\n(Ctrl-D ends the conversation)", file=sys.stderr)
+    """What is typed at the prompt, None at the end of input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print(file=sys.stderr)  # leave the shell's prompt on a line of its own
+        return None
 
 
 def fitting(llm: LLM, messages: list[dict[str, str]], options: Options) -> list[int]:
@@ -232,24 +232,40 @@ def fitting(llm: LLM, messages: list[dict[str, str]], options: Options) -> list[
         return prompt
 
 
+def answer(args: argparse.Namespace, llm: LLM, messages: list[dict[str, str]], text: str, colour: bool) -> None:
+    """Answer a question in the light of ``messages``, to which both are added if the model can make something of them."""
+    options, asked = options_of(args), [*messages, {"role": "user", "content": text}]
+    try:
+        alone = args.raw or not llm.tokenizer.has_chat_template
+        prompt = llm.encode(text, **vars(options)) if alone else fitting(llm, asked, options)
+        run = run_once(args, llm, prompt, args.seed, colour)
+    except UserError as error:
+        return print(f"{error.line()}; ask something else", file=sys.stderr)
+    if llm.pair.single_task is None:
+        messages[:] = [*asked, {"role": "assistant", "content": run.text}]
+    print(summary(run, llm.draft is not None), file=sys.stderr)
+
+
 def chat(args: argparse.Namespace, pair: checkpoint.Pair, colour: bool) -> None:
-    """Read prompts from the terminal and answer each in the light of the conversation so far."""
-    llm, options = load(args, pair, min(pair.context, CONTEXT)), options_of(args)
-    llm.engine(**vars(options)).warm_up()
-    raw = args.raw or not pair.tokenizer.has_chat_template
+    """Read prompts from the terminal and answer each in the light of the conversation so far, until Ctrl-D. Ctrl-C, whenever it
+    comes, drops what is under way."""
+    llm = load(args, pair, min(pair.context, CONTEXT))
+    llm.engine(**vars(options_of(args))).warm_up()
     messages: list[dict[str, str]] = []
-    while (text := told(ask)) is not None:
-        if not text:
-            continue
-        asked = [*messages, {"role": "user", "content": text}]
+    while True:
         try:
-            prompt = llm.encode(text, **vars(options)) if raw else fitting(llm, asked, options)
-            run = run_once(args, llm, prompt, args.seed, colour)
-        except UserError as error:
-            print(f"{error}; ask something else", file=sys.stderr)
-            continue
-        messages = [*asked, {"role": "assistant", "content": run.text}]
-        print(summary(run, llm.draft is not None), file=sys.stderr)
+            text = told(ask)
+            if text is None:
+                return
+            if text:
+                answer(args, llm, messages, text, colour)
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D ends the conversation)", file=sys.stderr)
+
+
+def legend() -> str:
+    """One line about the colours of tokens."""
+    return "; ".join(f"{COLOURS[who]}{KINDS[who][0]}{RESET}" for who in COLOURS)
 
 
 def main() -> None:
@@ -266,7 +282,12 @@ def run(args: argparse.Namespace, ranks: Ranks) -> None:
         choices = f"1 or {ranks.size}, the number of ranks" if ranks.size > 1 else "1, for there is one rank (torchrun starts more)"
         raise UserError(f"--draft-tp is {args.draft_tp}; it must be {choices}")
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
-    colour = args.show or (sys.stdout.isatty() and not args.json)
+    out = sys.stderr if args.json else sys.stdout
+    colour = args.show or (out.isatty() and not args.json)
+    if colour and out.isatty():
+        print(legend(), file=sys.stderr)
+    if pair.caution and (args.interactive or args.prompt is not None or args.prompt_file is not None):
+        print(f"[{pair.caution}{'; each question begins anew' if args.interactive else ''}]", file=sys.stderr)
     if args.interactive:
         return chat(args, pair, colour)
     text, options = DEMO_PROMPT if args.prompt is None else args.prompt, options_of(args)

@@ -98,11 +98,11 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
 class Rule(NamedTuple):
     """A relaxation of the standard test, its knob and what the knob may be."""
 
-    accepts: Callable[[Block, float], Tensor]
+    accepts: Callable[[Block, float], Tensor]  # of a block and the knob's value: [M] bool
     default: float
     low: float
     high: float
-    knob: str
+    knob: str  # its name, for messages
 
 
 RULES = {
@@ -119,7 +119,7 @@ def check_threshold(verify: str, threshold: float) -> None:
     if not (rule.low <= threshold <= rule.high and threshold < math.inf) or (verify == "topk" and threshold != int(threshold)):
         whole = "a whole number " if verify == "topk" else ""
         limits = f"in [{rule.low:g}, {rule.high:g}]" if rule.high < math.inf else f"of at least {rule.low:g}"
-        raise UserError(f"--threshold is {threshold:g}; for the rule {verify} it is {rule.knob}, {whole}{limits}")
+        raise UserError(f"`threshold` is {threshold:g}; for the rule {verify} it is {rule.knob}, {whole}{limits}")
 
 
 def default_threshold(verify: str, head: Head | None) -> float:
@@ -152,9 +152,17 @@ class Verdict(NamedTuple):
 
 
 def verdict(block: Block, verify: str, threshold: float, uniform: Tensor | None) -> Verdict:
-    """Apply the standard test and the rule ``verify`` (``standard`` for none), and find the leading accepted run."""
+    """Apply the standard test and the rule ``verify`` (``standard`` for none), and find the leading accepted run.
+
+    Raises:
+        UserError: the rule gives no boolean for each drafted token.
+    """
     standard = standard_test(block, uniform)
     relaxed = torch.zeros_like(standard) if verify == "standard" else RULES[verify].accepts(block, threshold)
+    if not isinstance(relaxed, Tensor) or relaxed.dtype != torch.bool or relaxed.shape != standard.shape:
+        gave = f"{relaxed.dtype} {list(relaxed.shape)}" if isinstance(relaxed, Tensor) else type(relaxed).__name__
+        wanted = f"torch.bool {list(standard.shape)}, one for each drafted token"
+        raise UserError(f"the rule {verify} gives {gave}; it must give {wanted}")
     n = (standard | relaxed).long().cumprod(0).sum(0)
     return Verdict(n, standard, relaxed)
 
@@ -341,7 +349,7 @@ def token_spans(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[tup
     if back != text:
         raise ValueError(f"the tokenizer gives {back!r} back for {text!r}; use that form, so that characters can be counted")
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    written = (b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) or b"" for i in ids)
+    written = (b"" if i in tokenizer.hidden_ids else tokenizer.token_bytes(i) or b"" for i in ids)
     ends = list(accumulate(len(decoder.decode(data)) for data in written))
     extra = (ends[-1] if ends else 0) - len(text)  # a space that SentencePiece puts in front
     ends = [max(0, end - extra) for end in ends]

@@ -29,6 +29,11 @@ from tp import Ranks, check_divides, gather_last, local_config, sum_ranks
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
+# a configuration's sizes, and config.json's names for them
+SIZES = {
+    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size", "max_seq_len": "max_position_embeddings",
+}  # fmt: skip
 PREFILL_CHUNK = 256  # tokens read at once from a text that is given
 
 
@@ -102,13 +107,13 @@ class Config:
     def check(self) -> None:
         """Raises UserError where the sizes contradict each other."""
         if not 0 < self.norm_eps < math.inf:
-            raise UserError(f"config.json gives norm_eps = {self.norm_eps!r}; it must be a number above 0")
+            raise UserError(f"config.json gives rms_norm_eps = {self.norm_eps!r}; it must be a number above 0")
         if not 1 <= self.rope_theta < 1e38:  # fp32 ends there
             raise UserError(f"config.json gives rope_theta = {self.rope_theta!r}; it must be a number from 1 to 1e38")
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len"):
+        for name, key in SIZES.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"config.json gives {name} = {value!r}; it must be a whole number of at least 1")
+                raise UserError(f"config.json gives {key} = {value!r}; it must be a whole number of at least 1")
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"{self.n_heads} attention heads don't divide over {self.n_kv_heads} key/value heads")
         if self.head_dim % 2:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 from torch import Tensor
 
 import checkpoint
-from errors import Parser, UserError, run_cli
 from files import read_json
 from linear import MODES
 from model import Config

@@ -82,7 +82,8 @@ class Tokenizer:
     """A checkpoint's tokenizer; made by `load_tokenizer`.
 
     Attributes: `n_tokens`, ids in use lie below it (the model's vocabulary may be padded beyond); `bos_id` or None;
-    `eos_ids`, every id that ends a text or a turn.
+    `eos_ids`, every id that ends a text or a turn; `hidden_ids`, those, bos and padding, which write nothing. Other control
+    tokens write their names, so that the marks around a tool call are in the text.
     """
 
     def __init__(self, folder: Path, vocabulary: Vocabulary, settings: dict[str, Any]) -> None:
@@ -99,6 +100,8 @@ class Tokenizer:
         self.adds_bos = self.bos_id is not None and (vocabulary.adds_bos if said is None else bool(said))
         self.chat_template: str | None = settings.get("chat_template")
         self.eos_ids = _eos_ids(folder, vocabulary, settings)
+        silent = {self._names.get(key) for key in ("bos_token", "eos_token", "pad_token")}
+        self.hidden_ids = self.eos_ids | {i for name, i in vocabulary.special.items() if name in silent}
         self._control = _any_of(vocabulary.special)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -121,7 +124,7 @@ class Tokenizer:
     def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text that the chat template makes of `messages`; see `encode_chat`."""
         if self.chat_template is None:
-            raise UserError(f"{self.folder} has no chat template; give the prompt as raw text (--raw)")
+            raise UserError(f"{self.folder} has no chat template; give the prompt as raw text (`raw`)")
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
             return _environment().from_string(self.chat_template).render(values | self._names)
@@ -170,7 +173,7 @@ class Tokenizer:
         return [i for i in whole[len(asked) :] if i in self.eos_ids][:1] or named
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, control tokens left out, bytes that aren't UTF-8 as U+FFFD."""
+        """Text of `ids`, without `hidden_ids`, bytes that aren't UTF-8 as U+FFFD."""
         stream = self.stream()
         return stream.push(ids) + stream.flush()
 
@@ -207,8 +210,8 @@ class StreamDecoder:
 
     def push(self, ids: Iterable[int]) -> str:
         """Take more ids and return the text that has become whole."""
-        pieces, special = self._tokenizer.pieces, self._tokenizer.special_ids
-        data = b"".join(pieces[i] or b"" for i in ids if i < len(pieces) and i not in special)
+        pieces, hidden = self._tokenizer.pieces, self._tokenizer.hidden_ids
+        data = b"".join(pieces[i] or b"" for i in ids if i < len(pieces) and i not in hidden)
         if self._strip and data:
             data = data.removeprefix(b" ")
             self._strip = False

@@ -324,6 +324,12 @@ class Watch:
 _watch: Watch | None = None
 
 
+def check_device(device: str) -> None:
+    """Raises UserError for CUDA on a machine that hasn't it."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("`device` is cuda; this machine has no CUDA device that PyTorch can use")
+
+
 def start(device: str) -> Ranks:
     """Join the ranks that torchrun started; without torchrun there is one, and nothing to do.
 
@@ -333,8 +339,7 @@ def start(device: str) -> Ranks:
         UserError: no CUDA device, or fewer than processes on this machine.
     """
     global _watch, _store
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no CUDA device that PyTorch can use")
+    check_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Ranks()

@@ -205,7 +205,7 @@ def stream_checkpoint(writer: CheckpointWriter, steps: list[Step], config: dict[
     check_room(writer.folder, need)
     total = sum(step.bytes for step in steps)
     done = total - sum(step.bytes for step in todo)
-    with tqdm(total=total, initial=done, desc=str(writer.folder), unit="B", unit_scale=True) as bar:
+    with tqdm(total=total, initial=done, desc=str(writer.folder), unit="B", unit_scale=True, disable=None) as bar:
         for step in todo:
             tensor = step.read()
             if tuple(tensor.shape) != shapes[step.name]:

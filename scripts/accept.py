@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from evaluate import Contender, parse_rules
 from plots import check_plot, curves_figure
@@ -25,10 +29,9 @@ from tqdm import tqdm
 
 import checkpoint
 from engine import Note, match_vocabulary
-from errors import Parser, UserError, run_cli
 from files import check_writable, read_jsonl, write_text
-from judge import Block, log_probabilities, verdict
-from llm import DEMO
+from judge import Block, known, log_probabilities, verdict
+from llm import DEMO, default_dtype, is_demo
 from model import Reader, Transformer
 from page import Passage, Span, describe, page, token_texts
 from tokenizer import Tokenizer
@@ -49,7 +52,8 @@ def read_texts(path: Path | None, task: str | None, limit: int, raw: bool, pair:
     tokenizer = pair.tokenizer
     if path is None and (task is None or TASKS[task].needs_data):
         raise UserError("give a JSON-lines file of questions and answers, or --task demo, which needs none")
-    if path is not None and task is None:
+    if task is None:
+        assert path is not None
         rows = read_jsonl(path, question_and_answer)[:limit]
         found = [Text(r["question"], tokenizer.encode_question(r["question"], raw), tokenizer.encode(r["answer"])) for r in rows]
     else:
@@ -102,7 +106,8 @@ def by_place(flags: Sequence[Sequence[bool]]) -> list[float]:
 
 def spans(text: Text, block: Block, standard: Tensor, rule: Tensor, tokenizer: Tokenizer) -> list[Span]:
     """The answer for the page."""
-    p, best = block.logits.softmax(-1), block.logits.argmax(-1)
+    logits = known(block.logits)
+    p, best = logits.softmax(-1), logits.argmax(-1)
     q = None if block.draft_logits is None else block.draft_logits.softmax(-1)
     found = []
     for i, (token, said) in enumerate(zip(text.answer, token_texts(tokenizer, text.answer))):
@@ -134,9 +139,9 @@ def parse_args():
     args = p.parse_args()
     if args.limit < 1:
         raise UserError(f"--limit is {args.limit}; it must be at least 1")
-    if args.target == str(DEMO / "target"):
-        args.judge, args.dtype = args.judge or DEMO / "judge.pt", args.dtype or "float32"
-    args.dtype = args.dtype or "bfloat16"
+    args.dtype = args.dtype or default_dtype(args.target)
+    if is_demo(args.target):
+        args.judge = args.judge or DEMO / "judge.pt"
     args.rules = args.rules or ("standard" if args.judge is None else "standard,judge")
     if args.raw and args.task:
         raise UserError(f"--raw has no meaning with --task {args.task}, which knows whether its prompts are raw")
@@ -186,14 +191,14 @@ def run(args, ranks: Ranks) -> None:
     assert target is not None
     flags: dict[str, list[list[bool]]] = {rule.name: [] for rule in chosen}
     passages = []
-    for text in tqdm(texts, desc="answers", unit="answer"):
+    for text in tqdm(texts, desc="answers", unit="answer", disable=None):
         block = read_block(target, draft, text)
         for rule in chosen:
             found = verdict(block, rule.verify, rule.threshold, None)
             flags[rule.name].append((found.standard | found.rule).tolist())
         if args.html is not None:
             passages.append(Passage(text.question, spans(text, block, found.standard, found.rule, pair.tokenizer)))
-    rules = {
+    rules: dict[str, dict[str, Any]] = {
         name: {
             "acceptance_rate": sum(map(sum, rows)) / sum(map(len, rows)),
             "mean_accepted": [mean_accepted(rows, M) for M in range(1, LONGEST_BLOCK + 1)],

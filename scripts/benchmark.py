@@ -25,6 +25,10 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from evaluate import Contender, parse_rules
 from plots import check_plot, rounds_figure
@@ -35,10 +39,10 @@ from tqdm import tqdm
 
 import checkpoint
 from engine import TARGET, Engine, Round, Sampling
-from errors import Parser, UserError, run_cli
-from generate import DEMO, draft_length
+from generate import draft_length
 from judge import Block, Head
 from linear import MODES, Linear, group_of
+from llm import DEMO, default_dtype
 from model import Transformer
 from pace import LENGTHS
 from tp import Ranks, check_divides, local_config, ranks_of, together
@@ -144,7 +148,7 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def parse_settings(args: argparse.Namespace, heads: dict[str, Head], longest_prompt: int) -> list[Setting]:
     """Every rule at every room. Raises UserError for what can't be."""
-    found = []
+    found: list[Setting] = []
     for text in args.rules.split(","):
         name, _, length = text.partition("@")
         rule = parse_rules(name, heads)[0]
@@ -272,7 +276,7 @@ def run_all(bench: Bench, settings: list[Setting], repeat: int, new_tokens: int)
     """Every setting on every text in turn, after each prompt once, unmeasured, which warms up."""
     samples: dict[str, list[Sample]] = {s.name: [] for s in settings}
     prompts = bench.prompts[:repeat]
-    for i in tqdm(range(-len(prompts), repeat), desc="texts of each setting"):
+    for i in tqdm(range(-len(prompts), repeat), desc="texts of each setting", disable=None):
         for s in settings:
             sample = take(bench.engines[s.name], prompts[i % len(prompts)], new_tokens, bench.stop_ids)
             if i >= 0:
@@ -373,9 +377,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")
     args = p.parse_args(argv)
     if args.target is None and args.random_weights is None:
-        args.target, args.dtype = str(DEMO / "target"), args.dtype or "float32"
+        args.target = str(DEMO / "target")
         args.draft, args.judge = args.draft or str(DEMO / "draft"), args.judge or DEMO / "judge.pt"
-    args.dtype = args.dtype or "bfloat16"
+    args.dtype = args.dtype or ("bfloat16" if args.target is None else default_dtype(args.target))
     check_args(args)
     return args
 

@@ -12,14 +12,17 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from tasks import TASKS, encode, read_problems
 from tqdm import tqdm
 
 import checkpoint
 from engine import Engine
-from errors import Parser, UserError, run_cli
-from generate import DEMO
+from llm import DEMO
 from model import Reader, Transformer
 
 
@@ -78,9 +81,9 @@ def main() -> None:
         target.fuse_judge(torch.randn(target.config.dim, generator=torch.Generator().manual_seed(0)), 0.0, "post_norm")
     room = max(map(len, prompts)) + args.new_tokens
     plain = Engine(target, max_len=room)
-    texts = [plain.complete(prompt, args.new_tokens) for prompt in tqdm(prompts, desc="plain", unit="text")]
+    texts = [plain.complete(prompt, args.new_tokens) for prompt in tqdm(prompts, desc="plain", unit="text", disable=None)]
     compared = differing = 0
-    for M in tqdm(Ms, desc="draft lengths"):
+    for M in tqdm(Ms, desc="draft lengths", disable=None):
         for verify in ("standard", "judge"):
             engine = Engine(target, draft, draft_len=M, verify=verify, threshold=1.0, max_len=room)
             for prompt, expected in zip(prompts, texts, strict=True):

@@ -13,7 +13,10 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from errors import Parser, UserError, run_cli
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 from files import write_text
 
 OUT = ROOT / "docs" / "commands.md"

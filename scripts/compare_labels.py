@@ -9,7 +9,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import Parser, UserError, run_cli
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 from files import read_jsonl
 from judge import IGNORE, RIGHT
 

@@ -21,6 +21,10 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from benchmark import spread
 from tasks import TASKS, encode, read_problems
@@ -30,10 +34,9 @@ from tqdm import tqdm
 import checkpoint
 from convert_hf_checkpoint import LAYER_NAMES, PARTS, TOP_NAMES
 from engine import Engine
-from errors import Parser, UserError, run_cli
-from generate import DEMO
 from judge import default_threshold
 from linear import MODES
+from llm import DEMO, default_dtype
 from model import Config, common_length
 
 OURS = "ours"
@@ -217,7 +220,7 @@ def measure(peers: list[Peer], prompts: list[list[int]], repeat: int, n: int) ->
     speeds: dict[str, list[float]] = {peer.name: [] for peer in peers}
     same: dict[str, list[int]] = {peer.name: [] for peer in peers}
     prompts = prompts[:repeat]
-    for i in tqdm(range(-len(prompts), repeat), desc="texts of each"):  # each prompt once, unmeasured, to warm up
+    for i in tqdm(range(-len(prompts), repeat), desc="texts of each", disable=None):  # each prompt once, unmeasured, to warm up
         prompt, reference = prompts[i % len(prompts)], list[int]()
         for peer in peers:
             times = []
@@ -268,7 +271,7 @@ def main() -> None:
     p.add_argument("--no-compile", action="store_true", help="nobody compiles")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")
     args = p.parse_args()
-    args.dtype = args.dtype or ("float32" if args.target == str(DEMO / "target") else "bfloat16")
+    args.dtype = args.dtype or default_dtype(args.target)
     for name in ("limit", "repeat", "new_tokens", "draft_len"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")

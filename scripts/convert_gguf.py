@@ -17,15 +17,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from checkpoint import DTYPES, check_finite, load_config, open_source
-from errors import Parser, UserError, run_cli
 from files import check_room, write_json
 from tokenizer import load_tokenizer
 from writer import CheckpointWriter
@@ -260,7 +263,7 @@ def fused_tensors(file: GgufFile, config: dict[str, Any], dtype: torch.dtype) ->
     """The model's tensors one after another, named and laid out as this project's checkpoints have them."""
     names = fused_names(file, config)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name, sources in tqdm(names.items(), desc=file.path.name, unit="tensor"):
+    for name, sources in tqdm(names.items(), desc=file.path.name, unit="tensor", disable=None):
         parts = []
         for source in sources:
             part = file.load(source, dtype)

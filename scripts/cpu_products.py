@@ -13,13 +13,16 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from benchmark import measure_bandwidth
 from kernel_report import products
 from shapes import ROWS, shape
 
 import native
-from errors import Parser, UserError, run_cli
 from linear import cold_seconds, torch_linear
 
 FORMS = {

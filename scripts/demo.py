@@ -9,20 +9,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import demo_task
 import torch
 
 from checkpoint import find_pair
-from engine import RULE, STANDARD, TARGET, Engine, Generation, generate
-from errors import Parser, UserError, run_cli
-from generate import COLOURS, DEMO, RESET
+from engine import Engine, Generation, generate
+from generate import COLOURS, RESET, legend
+from llm import DEMO
 from tokenizer import Output
-
-LEGEND = {STANDARD: "the standard test accepted it", RULE: "only the judge accepted it", TARGET: "the target's own"}
 
 
 def coloured(run: Generation) -> str:
-    """The text with a colour for each token, where a terminal shows it."""
+    """The text with a colour for each token, where it is read on a terminal."""
     if not sys.stdout.isatty():
         return run.output.text.strip()
     out, at = "", 0
@@ -65,9 +67,7 @@ def main() -> None:
     print(f"question: {problem.question}")
     for name in ("standard", "judge"):
         print(f"\n{name}: {coloured(runs[name][0])}")
-    if sys.stdout.isatty():
-        print("\n" + ", ".join(f"{COLOURS[who]}{words}{RESET}" for who, words in LEGEND.items()))
-    print()
+    print(f"\n{legend()}\n" if sys.stdout.isatty() else "")
     print(f"{'':12} {'tokens/s':>9} {'m*':>6} {'tokens a round':>15}  answer")
     for name, several in runs.items():
         run, rounds = several[0], len(several[0].rounds)

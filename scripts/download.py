@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # else the Hub is first asked for a list of what may be calling it
 
 from httpx2 import ReadError
@@ -31,7 +34,6 @@ from huggingface_hub.utils import build_hf_headers, validate_repo_id
 from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
-from errors import Parser, UserError, run_cli
 from files import SIDE_FILES, check_room, hold, read_json, write_json
 
 ROOT = Path("downloads")
@@ -239,7 +241,7 @@ def download(repository: str, revision: str, folder: Folder, connections: int, v
         (folder.path / missing[-1].name).unlink(missing_ok=True)
         # The pool's threads are daemons: a run that is interrupted doesn't wait for a server that says nothing.
         with (
-            tqdm(total=total, initial=left, desc=folder.path.name, unit="B", unit_scale=True) as bar,
+            tqdm(total=total, initial=left, desc=folder.path.name, unit="B", unit_scale=True, disable=None) as bar,
             ThreadPool(connections) as pool,
         ):
             for part in (missing[:-1], missing[-1:]):

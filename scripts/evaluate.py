@@ -6,6 +6,7 @@ is appended to a file, and a run that was interrupted goes on where it stopped.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -19,6 +20,10 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from plots import Point, check_plot, trade_off_figure
 from tasks import TASKS, Problem, encode, read_problems
@@ -26,10 +31,9 @@ from tqdm import tqdm
 
 import checkpoint
 from engine import RULE, STANDARD, Engine, Generation, cache_length, generate
-from errors import Parser, UserError, run_cli
 from files import append_jsonl, check_writable, resume_jsonl, write_jsonl
-from generate import DEMO
 from judge import RULES, Head, check_threshold, default_threshold
+from llm import DEMO, default_dtype, is_demo
 from tokenizer import Output, Tokenizer
 from tp import Ranks, ranks_of, told
 
@@ -94,7 +98,7 @@ def answer(engine: Engine, tokenizer: Tokenizer, problem: Problem, task: str) ->
     ms = {k: sum(now.ms.get(k, 0.0) for run in runs for now in run.rounds) for k in ("draft", "verify", "other")}
     texts = [run.output.text for run in runs]
     return {
-        "right": told(lambda: problem.is_right(texts[-1])) if problem.is_right is not None else None, "texts": texts,
+        "right": told(functools.partial(problem.is_right, texts[-1])) if problem.is_right is not None else None, "texts": texts,
         "new_tokens": sum(len(run.output.tokens) for run in runs), "rounds": sum(len(run.rounds) for run in runs),
         "accepted": sum(run.accepted(STANDARD) + run.accepted(RULE) for run in runs),
         "by_rule": sum(run.accepted(RULE) for run in runs), "decode_s": sum(run.decode_s for run in runs), "ms": ms,
@@ -234,9 +238,9 @@ def parse_args():
     check_plot(args.plot)
     if args.answers is not None and args.task != "mt-bench":
         raise UserError(f"--answers is for --task mt-bench, not {args.task}")
-    if args.target == str(DEMO / "target"):
-        args.judge, args.dtype = args.judge or [DEMO / "judge.pt"], args.dtype or "float32"
-    args.dtype = args.dtype or "bfloat16"
+    args.dtype = args.dtype or default_dtype(args.target)
+    if is_demo(args.target):
+        args.judge = args.judge or [DEMO / "judge.pt"]
     return args
 
 
@@ -292,7 +296,7 @@ def run(args, ranks: Ranks) -> None:
     engines = build_engines(args, contenders, min(longest + cap, pair.context), pair) if todo else {}
     for engine in engines.values():
         engine.warm_up()
-    for i, c in tqdm(todo, desc=args.task, unit="answer"):
+    for i, c in tqdm(todo, desc=args.task, unit="answer", disable=None):
         result = {
             "rule": keys[c.name],
             "problem": names[i],

@@ -10,13 +10,16 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from safetensors.torch import save_file
 from shapes import ROWS, shape
 from torch import Tensor
 from tqdm import tqdm
 
-from errors import Parser, UserError, run_cli
 from files import check_room, write_json
 from model import Config
 
@@ -64,7 +67,7 @@ def write(config: Config, out: Path, shard_bytes: int) -> None:
         save_file(pending, out / f"model-{len(shards):05d}.safetensors", {"format": "pt"})
         pending.clear()
 
-    with tqdm(total=total, desc=str(out), unit="B", unit_scale=True) as bar:
+    with tqdm(total=total, desc=str(out), unit="B", unit_scale=True, disable=None) as bar:
         for name, size in weights:
             tensor = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * size[1] ** -0.5
             if pending and sum(t.nbytes for t in pending.values()) + tensor.numel() * 2 > shard_bytes:

@@ -14,6 +14,7 @@ about 60 GB of GPU memory; it ends within eight minutes, whatever hangs.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -24,6 +25,10 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from kernel_report import products
 from roofline import GPUS, model_of, pass_terms
@@ -32,9 +37,8 @@ from tasks import encode, read_problems
 
 import checkpoint
 from engine import Engine, Sampling
-from errors import Parser, UserError, run_cli
 from files import check_writable, write_json
-from generate import DEMO
+from llm import DEMO
 from model import common_length
 
 HERE = Path(__file__).resolve().parent
@@ -68,7 +72,7 @@ def check_right(device: str, tokens: int = 200) -> dict[str, Any]:
         engine.warm_up(min(map(len, prompts)), longest)
         return [engine.complete(prompt, tokens) for prompt in prompts]
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in CASES:
         as_it_is = texts(device, case, False)
         same = None if case[2] else sum(map(common_length, as_it_is, texts("cpu", case, False))) / (tokens * len(prompts))
@@ -86,7 +90,7 @@ def check_kernels(
     """The int8 product of every kind of layer: its error in units of the last place of 16 bits, and its time."""
     import kernels
 
-    clock, found, seen = seconds or kernels.seconds, [], set()
+    clock, found, seen = seconds or kernels.seconds, list[dict[str, Any]](), set[tuple[int, int]]()
     dtype = torch.bfloat16 if device == "cuda" else torch.float16  # what Triton's interpreter can multiply
     processors = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 4
     for name, size in cases:
@@ -105,7 +109,7 @@ def check_kernels(
                 for way, plan in ways.items():
                     print(f"{product} {N} x {K}, {T} rows, {way}", file=sys.stderr, flush=True)
                     errors[way] = float(((kernels.by(plan, x, weight, scale, None) - exact).abs() / size_of_one).max())
-                    times[way] = clock(lambda plan=plan: kernels.by(plan, x, weight, scale, None))
+                    times[way] = clock(functools.partial(kernels.by, plan, x, weight, scale, None))
                 best = min(times, key=lambda way: times[way])
                 found.append({
                     "model": name, "ranks": size, "product": product, "N": N, "K": K, "rows": T, "best": best,

@@ -16,9 +16,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 from shapes import ROWS, shape
 
-from errors import Parser, UserError, run_cli
 from linear import JUDGE_ROWS
 from model import Config
 from tp import check_divides, local_config

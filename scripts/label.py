@@ -11,6 +11,7 @@ A run that was interrupted goes on where it stopped when it is run again.
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 import time
@@ -21,6 +22,10 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from tasks import SHOTS, TASKS, Problem, encode, question_and_answer, read_problems
 from torch import Tensor
@@ -28,10 +33,9 @@ from tqdm import tqdm
 
 import checkpoint
 from engine import TARGET, Sampling, draw, match_vocabulary, warp
-from errors import Parser, UserError, run_cli
 from files import append_jsonl, check_writable, read_jsonl, resume_jsonl, write_jsonl, write_text
 from judge import IGNORE, RIGHT, WRONG, Labelled, Tuple, log_probabilities, parse_tuple, span_labels, token_spans
-from llm import DEMO
+from llm import DEMO, default_dtype
 from model import Reader, Transformer, common_length
 from page import Passage, Span, page, token_texts
 from tokenizer import Output, Tokenizer
@@ -106,15 +110,16 @@ class Miner:
 
     def mine(self, problem: Problem, prompt: list[int]) -> Labels | str:
         """Labels of the draft's tokens by what becomes of the answer; or why there are none: the target's own answer is wrong."""
-        assert problem.is_right is not None
+        is_right = problem.is_right
+        assert is_right is not None
         answer, text = self.finish(problem, prompt, [])
-        if not told(lambda: problem.is_right(text)):
+        if not told(lambda: is_right(text)):
             return "the target's own answer is wrong" + (f" and cut off at {self.cap} tokens" if len(answer) == self.cap else "")
         harmless, alternatives, place = set[int](), list[tuple[int, int, int]](), 0
         said = self.drafted(prompt, answer)
         while (place := next((i for i in range(place, len(answer)) if said[i] != answer[i]), len(answer))) < len(answer):
             other, text = self.finish(problem, prompt, answer[:place] + [said[place]], answer)
-            if not told(lambda text=text: problem.is_right(text)):
+            if not told(functools.partial(is_right, text)):
                 alternatives.append((place, said[place], WRONG))
             elif other[place : place + 1] == [said[place]]:
                 answer, said = other, self.drafted(prompt, other)
@@ -202,7 +207,9 @@ def label_automatically(args: argparse.Namespace, ranks: Ranks) -> None:
         note = TASKS[args.task].note
         print(f"{len(problems)} questions of {args.data or args.task}" + (f"; {note}" if note else ""), file=sys.stderr)
     start, fresh = time.perf_counter(), 0
-    bar = tqdm(range(len(rows), len(problems)), initial=len(rows), total=len(problems), desc=args.method, unit="question")
+    bar = tqdm(
+        range(len(rows), len(problems)), initial=len(rows), total=len(problems), desc=args.method, unit="question", disable=None
+    )
     for i in bar:
         found = method(problems[i], prompts[i])
         if isinstance(found, str):
@@ -383,7 +390,7 @@ def parse_args() -> argparse.Namespace:
         method.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to append; a run goes on from it")
     args = p.parse_args()
     if args.method != "manual":
-        args.dtype = args.dtype or ("float32" if args.target == str(DEMO / "target") else "bfloat16")
+        args.dtype = args.dtype or default_dtype(args.target)
     check_writable("--out", args.out)
     check_writable("--html", args.html)
     if args.method == "likelihood" and (args.window < 1 or args.threshold < 0):

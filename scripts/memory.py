@@ -15,16 +15,19 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
 
 import torch
 from shapes import find_shape
 
 import checkpoint
 from engine import cache_length
-from errors import Parser, UserError, run_cli
 from linear import JUDGE_ROWS, MODES
 from model import PREFILL_CHUNK, Cache, Config, Transformer
 from tp import Ranks, gather_objects, ranks_of, together
@@ -81,7 +84,7 @@ def plan(args) -> dict[str, int]:
     if context > room:
         raise UserError(f"--context is {context}; there is room for {room}")
     length = cache_length(context, M, 1)
-    rows = {}
+    rows: dict[str, Any] = {}
     for who, (config, folder) in found.items():
         kept = args.quantize
         if folder is not None:

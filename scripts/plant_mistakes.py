@@ -14,9 +14,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 from tasks import SHOTS, gsm8k_prompt, question_and_answer, without_marks
 
-from errors import Parser, UserError, run_cli
 from files import check_writable, read_jsonl, write_jsonl
 
 COMPUTED = re.compile(r"(?<==)(\s*\$?)(\d+)(?![\d.,]*\d)")

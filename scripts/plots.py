@@ -107,9 +107,9 @@ def trade_off_figure(path: Path, families: dict[str, list[Point]], x_label: str,
     axes.legend(frameon=False)
     figure.draw_without_rendering()  # where points lie on the page is known only now
     taken = list[tuple[float, float]]()
-    for x, y, label, colour in placed:
-        at = axes.transData.transform((x, y))
+    for *point, label, colour in placed:
+        at = axes.transData.transform(point)
         if all(abs(at[0] - a) > 30 or abs(at[1] - b) > 12 for a, b in taken):  # labels that would overlap are left out
-            axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=8, color=colour)
+            axes.annotate(label, point, (5, 5), textcoords="offset points", fontsize=8, color=colour)
             taken.append(tuple(at))
     figure.savefig(path, dpi=150)

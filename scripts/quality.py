@@ -14,6 +14,10 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from accept import Text, read_texts
 from tasks import TASKS
@@ -21,7 +25,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
-from errors import Parser, UserError, run_cli
 from judge import log_probabilities
 from linear import JUDGE_ROWS, MODES, Int4Linear, Int8Linear, quantized
 from model import Reader, Transformer
@@ -50,7 +53,7 @@ def read(model: Transformer, texts: list[Text], name: str) -> dict[str, Tensor]:
     """Of every token of the answers: its log-probability, the likeliest token in its place, and the judge's logit."""
     reader = Reader(model, max(len(t.prompt) + len(t.answer) for t in texts))
     found: dict[str, list[Tensor]] = {"log_p": [], "best": [], "judge": []}
-    for text in tqdm(texts, desc=name, unit="answer"):
+    for text in tqdm(texts, desc=name, unit="answer", disable=None):
         logits, judge = model.logits(reader.read(text.prompt + text.answer)[len(text.prompt) - 1 :])
         found["log_p"].append(log_probabilities(logits[:-1], torch.tensor(text.answer)))
         found["best"].append(logits[:-1].argmax(-1))

@@ -25,12 +25,15 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from shapes import find_shape, shape, unloaded_model
 
 import checkpoint
 from engine import bucket_of
-from errors import Parser, UserError, run_cli
 from linear import MODES
 from model import Config
 from pace import between

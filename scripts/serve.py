@@ -30,19 +30,20 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 
 import checkpoint
 from engine import RULE, STANDARD, Generation
-from errors import Parser, UserError, run_cli
 from linear import MODES
 from llm import LLM, Options, Piece
 from tp import Ranks, ranks_of, told
 
 OPTIONS = {field.name: field.name for field in dataclasses.fields(Options) if field.name != "raw"}  # what a request may set
 OPTIONS |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-KINDS = {"max_new_tokens": int, "top_k": int, "seed": int, "temperature": (int, float), "top_p": (int, float),
-         "threshold": (int, float), "verify": str, "draft_len": (int, str)}  # fmt: skip
 READ = ("model", "messages", "prompt", "stream", "stream_options")
 # of OpenAI's fields: the values that ask for nothing; any other is refused, for an answer that ignored it would be wrong
 NOTHING: dict[str, tuple] = {
@@ -94,7 +95,8 @@ class Job:
 
 
 def options_from(body: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """A request's options by the names of ``Options``. Raises Refused for fields that can't be honoured."""
+    """A request's options by the names of ``Options``, which says what they may be. Raises Refused for fields that can't be
+    honoured."""
     found = dict(defaults)
     for name, value in body.items():
         if name in OPTIONS and value is not None:
@@ -103,8 +105,6 @@ def options_from(body: dict[str, Any], defaults: dict[str, Any]) -> dict[str, An
                 value = [value] if isinstance(value, str) else value
                 if not isinstance(value, list) or len(value) > 16 or not all(isinstance(text, str) for text in value):
                     raise Refused(400, "stop must be a text or at most 16 of them")
-            elif not isinstance(value, KINDS[own]) or isinstance(value, bool):
-                raise Refused(400, f"{name} is {value!r}; it must be a {'text' if KINDS[own] is str else 'number'}")
             found[own] = value
         elif name in NOTHING:
             if value is not None and value not in NOTHING[name]:
@@ -122,8 +122,8 @@ def message_from(value: Any) -> dict[str, str]:
         raise Refused(400, "each of messages must be an object with a role and a content")
     content = value.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        texts = [part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text" and "text" in part]
+        content = "".join(texts) if len(texts) == len(content) and all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise Refused(400, "a message's content must be text")
     return {"role": value["role"], "content": content}
@@ -176,8 +176,10 @@ class Service:
             options.setdefault("max_new_tokens", self.llm.context - len(ids))  # as much as there is room for
             self.llm.settled(Options(**options))
         except UserError as error:
-            code = "context_length_exceeded" if "the context is" in str(error) else None
-            raise Refused(400, str(error), code) from None
+            message = str(error)
+            for name in body:  # a client calls `max_new_tokens` by OpenAI's name
+                message = message.replace(f"`{OPTIONS.get(name)}`", f"`{name}`")
+            raise Refused(400, message, "context_length_exceeded" if "the context is" in message else None) from None
         return Job(ids, options, asyncio.get_running_loop(), self._ended)
 
     def _ended(self, job: Job) -> None:
@@ -415,6 +417,8 @@ def main() -> None:
             return work(llm, ranks, queue.Queue())
         if not is_loopback(args.host):
             print(f"warning: whoever reaches {args.host} can use this server; it asks for no password", file=sys.stderr)
+        if llm.pair.caution:
+            print(llm.pair.caution, file=sys.stderr)
         bound.listen(64)
         serve(Service(llm, args.name or llm.pair.target.name, defaults, args.queue, args.max_bytes), bound, ranks)
 

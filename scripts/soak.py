@@ -19,13 +19,16 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from demo_task import unseen_problems
 from naive import judged
 from tqdm import tqdm
 
 from engine import Engine, generate
-from errors import Parser, UserError, run_cli
 from llm import LLM, Options
 from tokenizer import Output
 
@@ -134,7 +137,7 @@ def soak(seconds: float, seed: int, llm: LLM) -> Found:
     rng, found, last = random.Random(seed), Found(), list[int]()
     questions = [problem.question for problem in unseen_problems(200)]
     start = time.monotonic()
-    with tqdm(total=round(seconds), unit="s", desc="soak") as bar:
+    with tqdm(total=round(seconds), unit="s", desc="soak", disable=None) as bar:
         while (spent := time.monotonic() - start) < seconds and not found.faults:
             last = one(llm, rng, questions, last, found)
             bar.update(int(spent) - bar.n)

@@ -5,6 +5,7 @@ A new task is a function from a data file to problems, and a line in ``TASKS``.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import random
@@ -114,12 +115,17 @@ def gsm8k_problems(data: Path, limit: int) -> list[Problem]:
     return [
         Problem(
             (gsm8k_prompt(row["question"], rows[-SHOTS:]),),
-            lambda text, wanted=final_number(row["answer"]): final_number(text) == wanted,
+            functools.partial(ends_with, final_number(row["answer"])),
             ("\n\n", "Question:"),
             " " + without_marks(row["answer"]),
         )
         for row in rows[:-SHOTS][:limit]
     ]
+
+
+def ends_with(number: str | None, text: str) -> bool:
+    """Whether it is the number a GSM8K answer ends with."""
+    return final_number(text) == number
 
 
 def qa_problems(data: Path, limit: int) -> list[Problem]:

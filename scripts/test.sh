@@ -4,5 +4,5 @@
 source "$(dirname "$0")/setup.sh" requirements-test.txt
 ruff check .
 ruff format --check .
-mypy *.py
+mypy
 exec python -m pytest -q -n 2 --dist loadfile tests "$@"

@@ -20,19 +20,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
+import demo_task as task
 import sentencepiece as spm
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import demo_task as task
-
 from checkpoint import fingerprint, load_model
 from engine import Engine
-from errors import Parser, UserError, run_cli
 from files import replacing, write_json, write_jsonl, write_text
 from judge import Head, Tuple, as_features, labels_of, read_labels, read_states, train_head
 from model import Config, Transformer
@@ -338,6 +341,7 @@ class Muon(torch.optim.Optimizer):
             for shape, params in by_shape.items():
                 updates = []
                 for p in params:
+                    assert p.grad is not None
                     momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     momentum.lerp_(p.grad, 1 - group["momentum"])
                     updates.append(torch.lerp(p.grad, momentum, group["momentum"]))
@@ -373,7 +377,7 @@ def train(recipe: Recipe, corpus: Callable[[str, int], Iterator[Row]], seed: int
         muon.load_state_dict(state["muon"])
         adam.load_state_dict(state["adam"])
     mean_loss = 0.0
-    bar = tqdm(range(first, recipe.steps), initial=first, total=recipe.steps, desc=recipe.name, mininterval=5)
+    bar = tqdm(range(first, recipe.steps), initial=first, total=recipe.steps, desc=recipe.name, mininterval=5, disable=None)
     for step in bar:
         if step == first or step % SAVE_EVERY == 0:
             stream = batches(corpus(f"{seed} {step // SAVE_EVERY}", step), recipe.batch_tokens)
@@ -405,7 +409,8 @@ def save_model(folder: Path, recipe: Recipe, weights: dict[str, Tensor], tokeniz
     save_checkpoint(folder, recipe.hf_config(), weights)
     (folder / "tokenizer.model").write_bytes(tokenizer)
     write_json(folder / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE})
-    write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
+    generation = {"bos_token_id": BOS, "eos_token_id": EOS, "single_task": "little sums in words, a question at a time"}
+    write_json(folder / "generation_config.json", generation)
 
 
 # --- judge ----------------------------------------------------------------------------------------------------------
@@ -440,7 +445,7 @@ def make_tuples(draft: Transformer, tokenizer: Tokenizer, seed: int, unseen: fro
     engine = Engine(draft, max_len=384)
     tuples: list[Tuple] = []
     own = 0
-    with tqdm(total=TUPLES, desc="judge tuples") as bar:
+    with tqdm(total=TUPLES, desc="judge tuples", disable=None) as bar:
         for problem in task.training_problems(rng, unseen):
             if len(tuples) == TUPLES:
                 break

@@ -14,6 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -21,7 +25,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
-from errors import Parser, UserError, run_cli
 from files import check_writable, remove, replacing
 from judge import (
     KINDS,
@@ -35,7 +38,7 @@ from judge import (
     read_states,
     train_head,
 )
-from llm import DEMO
+from llm import DEMO, default_dtype, is_demo
 from tp import Ranks, ranks_of, same, together, told
 
 THRESHOLDS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
@@ -94,9 +97,8 @@ def parse_args():
     p.add_argument("--seed", type=int, default=0, help="of the split and the order (default: 0)")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the report goes to stderr")
     args = p.parse_args()
-    is_demo = args.target == str(DEMO / "target")
-    args.dtype = args.dtype or ("float32" if is_demo else "bfloat16")
-    args.lr = args.lr if args.lr is not None else 1e-3 if is_demo else 1e-4
+    args.dtype = args.dtype or default_dtype(args.target)
+    args.lr = args.lr if args.lr is not None else 1e-3 if is_demo(args.target) else 1e-4
     for name, value in (("recall", args.recall), ("floor", args.floor)):
         if not 0 <= value <= 1:
             raise UserError(f"--{name} is {value:g}; it must lie in [0, 1]")
@@ -128,7 +130,7 @@ def run(args, ranks: Ranks) -> None:
     same("set of labels", key)
     states = cached_states(path, key) if ranks.rank == 0 else None
     if not told(lambda: states is not None):
-        states = read_states(model, examples, lambda rows: tqdm(rows, desc="states", unit="answer"))
+        states = read_states(model, examples, lambda rows: tqdm(rows, desc="states", unit="answer", disable=None))
         if ranks.rank == 0:
             keep_states(path, key, states)
             print(f"the target's states are kept in {path}", file=sys.stderr)

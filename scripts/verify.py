@@ -7,8 +7,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from errors import Parser, UserError, quiet_start, run_cli
+
+quiet_start(__name__)
+
 import checkpoint
-from errors import Parser, UserError, run_cli
 
 
 def main() -> None:

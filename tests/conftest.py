@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch.compile may do first
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import checkpoint
+from errors import run_cli
 from model import Config, Transformer
 
 LLAMA3_ROPE = {
@@ -54,6 +58,24 @@ def tiny(name: str = "llama3", seed: int = 0, scale: float = 0.25, **changes: ob
         else:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model.requires_grad_(False).eval()
+
+
+def run_command(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str):
+    """(status, stdout, stderr) of a command's ``main`` with these arguments, run in this process as from the command line."""
+    monkeypatch.setattr(sys, "argv", [main.__module__ + ".py", *argv])
+    try:
+        run_cli(main)
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.fixture(autouse=True)
+def no_checkpoints_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies beside the scripts here is no test's business."""
+    monkeypatch.setattr(checkpoint, "BESIDE", Path("absent"))
 
 
 torch.set_num_threads(1)  # tiny products: a second thread costs more than it brings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -69,8 +70,9 @@ def test_the_command_on_the_targets_own_answer(tmp_path):
     assert result["n"] == 1 and set(result["rules"]) == {"standard", "kl", "judge"}
     assert all(len(r["mean_accepted"]) == 40 and 0 <= r["acceptance_rate"] <= 1 for r in result["rules"].values())
     assert "Mia has 30 beads" in (tmp_path / "p.html").read_text() and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    shutil.copytree(ROOT / "demo" / "target", tmp_path / "other")  # on the demo's own there is a head by default
     for rules, words in (("kl", "needs a --draft"), ("judge", "needs --judge"), ("plain", "accepts nothing"), ("x", "'x'")):
-        done = command(*common, "--rules", rules)
+        done = command(*common[:3], str(tmp_path / "other"), *common[4:], "--rules", rules)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
 

@@ -43,6 +43,17 @@ def test_a_fingerprint_tells_any_changed_weight_and_no_dtype(tmp_path):
         assert checkpoint.fingerprint(save(tmp_path / str(i), change=name)) != own, name
 
 
+def test_a_name_is_sought_here_and_then_beside_the_scripts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint, "BESIDE", tmp_path / "project" / "checkpoints")
+    for folder in (checkpoint.ROOT / "Tiny-1B", checkpoint.BESIDE / "Tiny-1B", checkpoint.BESIDE / "Tiny-8B"):
+        save(folder)
+    assert checkpoint.find_checkpoint("1b") == checkpoint.find_checkpoint("Tiny-1B") == checkpoint.ROOT / "Tiny-1B"
+    assert checkpoint.find_checkpoint("8B") == checkpoint.find_checkpoint("Tiny-8B") == checkpoint.BESIDE / "Tiny-8B"
+    with pytest.raises(UserError, match=f"checkpoints/ holds Tiny-1B and {checkpoint.BESIDE}/ holds Tiny-1B, Tiny-8B$"):
+        checkpoint.find_checkpoint("70B")
+
+
 JUNK = [None, "", "linear", -1, 0, 0.5, "4", [], [1], {}, {"a": 1}, float("inf"), True, 10**30]
 
 

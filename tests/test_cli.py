@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
-import sys
 
 import pytest
 import tokenizers
 import torch
-from conftest import hf_config, tiny
+from conftest import hf_config, run_command, tiny
 from safetensors.torch import load_file, save_file
 
 import checkpoint
 import generate
-from errors import run_cli
-from judge import Head
+from judge import Head, load_head
+from llm import LLM
 from tokenizer import Output
 from writer import save_checkpoint
 
@@ -61,14 +61,7 @@ def house(tmp_path_factory):
 def run(house, monkeypatch, capsys, *argv):
     """(status, stdout, stderr) of ``generate.py argv``, run within ``house``."""
     monkeypatch.chdir(house)
-    monkeypatch.setattr(sys, "argv", ["generate.py", *argv])
-    try:
-        run_cli(generate.main)
-        status = 0
-    except SystemExit as end:
-        status = end.code
-    out, err = capsys.readouterr()
-    return status, out, err
+    return run_command(generate.main, monkeypatch, capsys, *argv)
 
 
 PAIR = ("--target", "8B", "--draft", "checkpoints/Tiny-1B", "--prompt", "Hello", "--no-compile", "--dtype", "float32")
@@ -76,12 +69,12 @@ JUDGED = (*PAIR, "--judge", "head.pt")
 
 
 @pytest.mark.parametrize("argv, words", [
-    (("--target", "70B"), "no checkpoint '70B'.*Other-3B, Tiny-1B, Tiny-1B-padded, Tiny-8B-Chat"),
+    (("--target", "70B"), "no checkpoint '70B'.*checkpoints/ holds Other-3B, Tiny-1B, Tiny-1B-padded, Tiny-8B-Chat and .*nothing"),
     (("--target", "1B"), "fits several.*Tiny-1B, Tiny-1B-padded"),
     (("--target", "8"), "no checkpoint '8'"),
     (("--target", ""), "empty"),
     (("--target", "8B", "--judge", "head.pt"), "--judge needs a --draft"),
-    (("--draft", "8B"), "need a --target"),
+    (("--draft", "8B"), "--draft 8B needs a --target"),
     (("--target", "8B", "--verify", "topk"), "--verify topk needs a --draft"),
     ((*PAIR, "--verify", "judge"), "--verify judge needs a head"),
     ((*PAIR, "--verify", "standard", "--threshold", "0.5"), "no meaning"),
@@ -109,6 +102,7 @@ JUDGED = (*PAIR, "--judge", "head.pt")
     ((*PAIR, "--top-k", "5"), "--top-k 5 has no effect at --temperature 0"),
     ((*PAIR, "--top-p", "0.9"), "--top-p 0.9 has no effect at --temperature 0"),
     ((*PAIR, "--prompt", ""), "the prompt is empty"),
+    ((*PAIR, "--stop", "x", ""), "--stop holds an empty text"),
     ((*PAIR[:4], "--prompt-file", "absent.txt"), "absent.txt can't be read"),
     ((*PAIR, "--max-new-tokens", "508"), "a prompt of 5 tokens and --max-new-tokens 508 are 513 together; the context is 512"),
     ((*PAIR, "--prompt", "a" * 600), "the prompt has 600 tokens; the context is 512"),
@@ -255,6 +249,66 @@ def chatty(house, tmp_path):
             "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
         )
     return tmp_path
+
+
+def test_ctrl_c_at_any_place_of_a_turn_drops_the_turn_alone(chatty, monkeypatch, capsys):
+    """While the prompt is encoded, and between the answer and the next prompt."""
+    for place in ("fitting", "summary"):
+        original, calls = getattr(generate, place), []
+
+        def interrupted(*args, original=original, calls=calls):
+            calls.append(args)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        monkeypatch.setattr(generate, place, interrupted)
+        typed(monkeypatch, "Hello", "Go on")
+        status, out, err = run(chatty, monkeypatch, capsys, *CHAT, "5")
+        monkeypatch.setattr(generate, place, original)
+        assert status == 0 and len(calls) == 2 and err.count("Ctrl-D ends the conversation") == 1 and err.count("tokens/s") == 1
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_target_of_one_task_says_so_and_begins_each_question_anew(chatty, monkeypatch, capsys, single):
+    if single:
+        path = chatty / "checkpoints" / "Tiny-8B-Chat" / "generation_config.json"
+        path.write_text(json.dumps({"single_task": "little sums"}))
+    prompts, prefill = [], generate.Engine.prefill
+    monkeypatch.setattr(generate.Engine, "prefill", lambda self, ids, seed: prompts.append(len(ids)) or prefill(self, ids, seed))
+    typed(monkeypatch, "one", "two")
+    assert run(chatty, monkeypatch, capsys, *PAIR, "--max-new-tokens", "5")[2].count("little sums") == single
+    status, _, err = run(chatty, monkeypatch, capsys, *CHAT, "5")
+    assert status == 0 and err.count("this target knows one task, little sums; ") == err.count("begins anew") == single
+    assert (prompts[1] == prompts[2]) == single
+
+
+def test_the_demo_pair_says_what_it_knows_where_it_is_asked_something(tmp_path, monkeypatch, capsys):
+    short = ("--no-compile", "--max-new-tokens", "3")
+    assert "one task" not in run(tmp_path, monkeypatch, capsys, *short)[2]
+    status, out, err = run(tmp_path, monkeypatch, capsys, *short, "--prompt", "Why is the sky blue?")
+    assert status == 0 and "this target knows one task, little sums in words" in err and "one task" not in out
+
+
+def test_a_head_alone_judges_for_the_demo_pair(tmp_path, monkeypatch, capsys):
+    head = load_head(generate.DEMO / "judge.pt")
+    dataclasses.replace(head, threshold=0.75).save(tmp_path / "mine.pt")
+    argv = ("--judge", "mine.pt", "--no-compile", "--max-new-tokens", "9", "--json")
+    config = last_json(run(tmp_path, monkeypatch, capsys, *argv)[1])["config"]
+    assert (config["judge"], config["threshold"], config["dtype"]) == ("mine.pt", 0.75, "float32")
+    assert config["draft"] == str(generate.DEMO / "draft")
+    llm = LLM(judge=tmp_path / "mine.pt", compile=False)
+    assert llm.engine().threshold == 0.75 and llm.target.norm.weight.dtype == torch.float32
+
+
+def test_colours_are_explained_on_a_terminal(house, monkeypatch, capsys):
+    argv = (*JUDGED, "--max-new-tokens", "9")
+    status, out, err = run(house, monkeypatch, capsys, *argv)
+    assert status == 0 and "\033" not in out + err
+    assert "accepted by the rule alone" not in run(house, monkeypatch, capsys, *argv, "--show")[2]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    status, out, err = run(house, monkeypatch, capsys, *argv)
+    assert status == 0 and err.count(f"{generate.COLOURS['rule']}drafted, accepted by the rule alone") == 1 and "\033" in out
 
 
 def test_a_conversation_is_kept_in_the_caches_and_forgotten_from_its_start(chatty, monkeypatch, capsys):

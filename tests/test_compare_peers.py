@@ -12,7 +12,7 @@ from conftest import ARCHITECTURES
 from test_convert_hf_checkpoint import hf_model
 
 import checkpoint
-import generate
+import llm
 from convert_hf_checkpoint import convert
 from errors import UserError
 from quantize import main as quantize
@@ -29,7 +29,7 @@ def test_transformers_gets_the_weights_back(tmp_path, name):
 
 
 def test_for_a_quantized_checkpoint_transformers_is_left_out(tmp_path, monkeypatch, capsys):
-    command = ["quantize.py", "--checkpoint", str(generate.DEMO / "target"), "--out", str(tmp_path / "int8")]
+    command = ["quantize.py", "--checkpoint", str(llm.DEMO / "target"), "--out", str(tmp_path / "int8")]
     monkeypatch.setattr("sys.argv", command)
     quantize()
     command = ["compare_peers.py", "--target", str(tmp_path / "int8"), "--no-compile", "--new-tokens", "3", "--repeat", "1"]

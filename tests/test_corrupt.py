@@ -226,7 +226,8 @@ def test_a_shard_of_another_conversion_is_refused(good, tmp_path):
 
 
 @pytest.mark.parametrize("key, value, words", [
-    ("num_hidden_layers", 2**40, "n_layers = 1099511627776, but there are only 21 weights"), ("vocab_size", 2**62, "sizes that no"),
+    ("num_hidden_layers", 2**40, "num_hidden_layers = 1099511627776, but there are only 21 weights"),
+    ("vocab_size", 2**62, "sizes that no"),
     ("rope_theta", 1e-300, "rope_theta = 1e-300; it must be a number from 1"), ("rope_theta", 1e300, "rope_theta = 1e.300"),
 ])  # fmt: skip
 def test_what_no_model_has_is_told_at_once(good, tmp_path, key, value, words):

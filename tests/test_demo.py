@@ -17,6 +17,7 @@ import checkpoint
 import demo
 import generate
 import judge
+import llm
 
 
 def command(*argv):
@@ -34,13 +35,13 @@ def test_generate_without_arguments_runs_judge_decoding_on_the_demo_pair():
 
 
 def test_a_head_belongs_to_its_model():
-    head = judge.load_head(generate.DEMO / "judge.pt")
-    head.check(checkpoint.fingerprint(generate.DEMO / "target"), head.weight.numel(), "demo")
-    assert sum(path.stat().st_size for path in generate.DEMO.rglob("*")) < 10 << 20
+    head = judge.load_head(llm.DEMO / "judge.pt")
+    head.check(checkpoint.fingerprint(llm.DEMO / "target"), head.weight.numel(), "demo")
+    assert sum(path.stat().st_size for path in llm.DEMO.rglob("*")) < 10 << 20
 
 
 def test_the_draft_costs_an_eighth_of_the_target():
-    target, draft = (checkpoint.load_model(generate.DEMO / name, torch.bfloat16) for name in ("target", "draft"))
+    target, draft = (checkpoint.load_model(llm.DEMO / name, torch.bfloat16) for name in ("target", "draft"))
     assert target.weight_bytes() >= 8 * draft.weight_bytes()
 
 
@@ -69,14 +70,15 @@ def test_the_lossless_check_passes_on_the_demo_pair():
 
 def test_the_demo_script_shows_the_table():
     out = command("scripts/demo.py", "--repeats", "1", "--no-compile")
-    assert out.startswith("question: ") and "judge" in out.splitlines()[-1] and "\033" not in out  # a pipe gets no colours
+    assert out.startswith("question: ") and "judge" in out.splitlines()[-1] and "\033" not in out  # which is for terminals
 
 
-def test_a_terminal_shows_who_accepted_each_token(monkeypatch):
-    output = SimpleNamespace(text="one two", ends=[3, 7], accepted_by=[generate.RULE, generate.TARGET])
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
-    shown = demo.coloured(SimpleNamespace(output=output))
-    assert generate.COLOURS[generate.RULE] + "one" in shown and generate.COLOURS[generate.TARGET] + " two" in shown
+def test_the_demo_script_colours_tokens_on_a_terminal(monkeypatch):
+    run = SimpleNamespace(output=SimpleNamespace(text="ab", ends=[1, 2], accepted_by=[generate.RULE, generate.TARGET]))
+    assert demo.coloured(run) == "ab"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    rule, target = generate.COLOURS[generate.RULE], generate.COLOURS[generate.TARGET]
+    assert demo.coloured(run) == f"{rule}a{generate.RESET}{target}b{generate.RESET}"
 
 
 def test_a_head_is_trained_from_tuples(tmp_path):
@@ -92,4 +94,4 @@ def test_a_head_is_trained_from_tuples(tmp_path):
                   str(tmp_path / "head.pt"), "--kind", "pre_norm", "--dtype", "float32")  # fmt: skip
     assert "AUC" in out and "chosen" in out
     head = judge.load_head(tmp_path / "head.pt")
-    assert head.kind == "pre_norm" and head.fingerprint == checkpoint.fingerprint(generate.DEMO / "target")
+    assert head.kind == "pre_norm" and head.fingerprint == checkpoint.fingerprint(llm.DEMO / "target")

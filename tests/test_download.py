@@ -19,15 +19,15 @@ from types import SimpleNamespace
 import download
 import fake_checkpoint
 import pytest
-from conftest import ROOT, hf_config
+from conftest import ROOT, hf_config, run_command
 from fake_hub import BIG, COMMIT, FIRST, NEEDED, OTHERS, REPO, SHARDS, TOKEN, FakeHub
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
+from tqdm import tqdm
 
 import checkpoint
 import files
 from convert_hf_checkpoint import convert
-from errors import run_cli
 from model import Config
 from writer import SIDE_FILES
 
@@ -55,16 +55,16 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(hub, monkeypatch, capsys):
-    """Runs ``download.py argv``: status, stdout, stderr without the progress bar."""
+    """Runs ``download.py argv`` as on a terminal, with its progress bar: status, stdout, stderr and the lines of errors in it."""
+
+    class OnTerminal(tqdm):
+        def __init__(self, **options):
+            super().__init__(**{**options, "disable": False})
+
+    monkeypatch.setattr(download, "tqdm", OnTerminal)
 
     def call(*argv, repository=REPO):
-        monkeypatch.setattr(sys, "argv", ["download.py", repository, *argv])
-        try:
-            run_cli(download.main)
-            status = 0
-        except SystemExit as end:
-            status = end.code
-        out, err = capsys.readouterr()
+        status, out, err = run_command(download.main, monkeypatch, capsys, repository, *argv)
         assert TOKEN not in out + err and "hidden" not in out + err
         return SimpleNamespace(status=status, out=out, err=err, error="".join(re.findall("^error: .*\n", err, re.MULTILINE)))
 

@@ -81,10 +81,10 @@ def test_where_nothing_can_be_written_is_told_before_the_work(tmp_path):
 def test_a_bad_line_is_named(tmp_path):
     path = tmp_path / "d.jsonl"
     for line, words in (
-        (b"{", "line 2"),
+        (b"{", "line 2 is no JSON: "),
         (b"[1]", "line 2: it should be a JSON object"),
         (b'{"a": "\xff"}', "line 2"),
-        (b"", "line 2"),
+        (b"", "line 2 is no JSON: "),
     ):
         path.write_bytes(json.dumps({"x": 1}).encode() + b"\n" + line + b"\n" + b"{}\n")
         with pytest.raises(UserError, match=words):

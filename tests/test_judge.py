@@ -126,6 +126,19 @@ def test_thresholds_out_of_range_are_refused(verify, bad, words):
     judge.check_threshold(verify, judge.RULES[verify].default)
 
 
+@pytest.mark.parametrize("gives, words", [
+    (lambda block, knob: torch.ones(3), r"gives torch.float32 \[3\]; it must give torch.bool \[3\], one for each drafted token"),
+    (lambda block, knob: block.logits > 0, r"gives torch.bool \[3, 5\]"),
+    (lambda block, knob: torch.tensor(True), r"gives torch.bool \[\]"),
+    (lambda block, knob: [True] * 3, "gives list"), (lambda block, knob: None, "gives NoneType"),
+])  # fmt: skip
+def test_a_rule_that_gives_no_booleans_is_told_in_a_line(monkeypatch, gives, words):
+    monkeypatch.setitem(judge.RULES, "mine", judge.Rule(gives, 1.0, 0.0, 2.0, "k"))
+    block = judge.Block(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.zeros(3, 5), None, None)
+    with pytest.raises(UserError, match=f"the rule mine {words}"):
+        judge.verdict(block, "mine", 1.0, None)
+
+
 def head(**changes):
     return Head(**{"weight": torch.arange(4.0), "bias": 0.5, "kind": "pre_norm", "model": "m", "fingerprint": "ab", **changes})
 
@@ -393,7 +406,7 @@ def test_a_text_that_the_tokenizer_rewrites_is_refused():
     assert judge.token_spans(TOKENIZER, TOKENIZER.encode(" 12 é"), " 12 é")[-1][1] == 5
 
     class Composing:  # as one that normalises to NFC
-        special_ids: frozenset = frozenset()
+        hidden_ids: frozenset = frozenset()
 
         def decode(self, ids):
             return "caf\u00e9"

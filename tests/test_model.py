@@ -76,7 +76,7 @@ def test_pre_norm_head_needs_a_norm_without_zeros():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"num_key_value_heads": 4}, "6 attention heads don't divide over 4"),
-        ({"num_hidden_layers": 0}, "n_layers = 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"vocab_size": None}, "'vocab_size'"),
         ({"head_dim": 7}, "even"),
     ],

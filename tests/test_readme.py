@@ -8,10 +8,12 @@ import shlex
 import commands
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, tiny
 from test_cli import write_checkpoint
 
 import checkpoint
+import judge
+from engine import Engine
 from errors import UserError
 from judge import Head
 
@@ -35,6 +37,7 @@ def commands_of(page):
             yield found[2], re.sub(r"\[.*?\]|…|\.\.\.", "", found[3]).strip()
 
 
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
 COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
 
 
@@ -80,7 +83,32 @@ def test_the_library_example_runs(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").mkdir()
     Head(torch.randn(48), 0.0, "post_norm", "Tiny-8B", mark).save(tmp_path / "runs" / "head.pt")
     monkeypatch.chdir(tmp_path)
-    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
-    assert len(example) == 1
-    exec(compile(example[0], "README.md", "exec"), {})
+    library, _ = EXAMPLES
+    exec(compile(library, "README.md", "exec"), {})
     assert capsys.readouterr().out.count("\n") >= 1
+
+
+def test_the_rules_example_adds_a_rule():
+    """At the end of judge.py, as it stands."""
+    before = dict(judge.RULES)
+    try:
+        exec(compile(EXAMPLES[1], "README.md", "exec"), vars(judge))
+        (name,) = judge.RULES.keys() - before.keys()
+        accepted = [accepted_of(name, threshold) for threshold in (0.0, None, 1e9)]
+        assert accepted[0] == accepted_of("standard", None) < accepted[1] < accepted[2] == 1
+        with pytest.raises(UserError, match=f"`threshold` is -1; for the rule {name} it is margin, of at least 0"):
+            judge.check_threshold(name, -1.0)
+    finally:
+        for key in judge.RULES.keys() - before.keys():
+            del judge.RULES[key]
+        del judge.margin_rule
+
+
+def accepted_of(verify, threshold):
+    """The share of drafted tokens accepted where a tiny model drafts for another."""
+    rule = judge.RULES.get(verify)
+    knob = threshold if threshold is not None or rule is None else rule.default
+    engine = Engine(tiny(), tiny(seed=1), draft_len=4, verify=verify, threshold=knob or 0.0, max_len=60)
+    engine.prefill([1, 2, 3])
+    rounds = list(engine.rounds(3))
+    return sum(len(now.tokens) - 1 for now in rounds) / sum(now.drafted for now in rounds)

@@ -18,7 +18,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.tokenization_utils_base import generate_merges
 
 from errors import UserError
-from tokenizer import LLAMA3_CONTROL, LLAMA3_SPLIT, check_same_vocabulary, load_tokenizer
+from tokenizer import LLAMA3_CONTROL, LLAMA3_SPLIT, Output, check_same_vocabulary, load_tokenizer
 
 CORPUS = [
     "The draft proposes and the target reads all of it in one pass; what's right is taken, what's wrong is not.",
@@ -135,6 +135,21 @@ def test_names_of_control_tokens_are_read_only_on_request(folders, kind):
     assert "<tool>" in tokenizer.decode(tokenizer.encode("a<tool>b"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_marks_around_a_tool_call_are_in_the_text_and_what_ends_or_fills_it_is_not(copy, kind):
+    """Llama 3.1 writes <|python_tag|> and Mistral [TOOL_CALLS], which are control tokens."""
+    folder = copy(kind)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "<|endoftext|>"}))
+    tokenizer = load_tokenizer(folder)
+    call = "<|im_start|>the target <tool> a"
+    ids = tokenizer.encode(f"<|endoftext|>{call}<|im_end|>", special=True)
+    assert ids[-1] in tokenizer.eos_ids and tokenizer.decode(ids) == tokenizer.decode(ids[1:-1])
+    assert tokenizer.decode(ids).replace(" ", "") == call.replace(" ", "")  # SentencePiece has its own behind a control token
+    output = Output(tokenizer, 100)
+    assert output.add(ids, ["target"] * len(ids)) and output.finish_reason == "stop" and output.text == tokenizer.decode(ids)
+
+
 TEXTS = st.text(max_size=20) | st.lists(st.sampled_from([*"ae1 \n日", " the", " target", "  ", "12"]), max_size=12).map("".join)
 
 
@@ -193,7 +208,9 @@ def test_tokenizer_json_agrees_with_transformers(folders):
     for text in [*MIXED, *CORPUS, "a<|im_end|> b<tool>", "<|im_start|>user\nhi<|im_end|>\n"]:
         ids = ours.encode(text, special=True)
         assert ids == theirs(text, add_special_tokens=False).input_ids
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids) == theirs.decode([i for i in ids if i not in ours.hidden_ids])
+        plain = [i for i in ids if i not in ours.special_ids]
+        assert ours.decode(plain) == theirs.decode(ids, skip_special_tokens=True)
     messages = [{"role": "system", "content": " Be brief."}, {"role": "user", "content": "12 + 30?\n"}]
     for prompt in (True, False):
         expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
@@ -210,7 +227,7 @@ def test_sentencepiece_agrees_with_its_library_and_with_transformers(folders, ki
         ids = ours.encode(text)
         assert ids == library.encode(text)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    pieces = [i for i in range(library.vocab_size()) if not library.is_byte(i)]
+    pieces = [i for i in range(library.vocab_size()) if not library.is_byte(i) and not library.is_unknown(i)]
     for start in range(0, len(pieces), 7):
         assert ours.decode(pieces[start:]) == theirs.decode(pieces[start:], skip_special_tokens=True)
 
@@ -311,7 +328,7 @@ def test_a_message_cannot_write_control_tokens(folders, kind):
     name = tokenizer.encode("<|im_end|>")
     assert any(ids[n : n + len(name)] == name for n in range(len(ids)))
     if not kind.startswith("spm"):  # there a space stands before each stretch
-        assert tokenizer.decode(ids) == f"user\n{attack}\nassistant\n"
+        assert tokenizer.decode(ids) == f"<|im_start|>user\n{attack}\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("half", [0, -1])
