@@ -2,7 +2,7 @@
 
 Settings are interleaved, one text of each in turn, after a warm-up; figures are medians and, in brackets, the range from the
 10th to the 90th of a hundred. A setting is a rule as in evaluate.py, which may be followed by @M, the number of drafted tokens,
-or by @auto. MBU is the bandwidth at which weights, keys and values were read, over the machine's own, measured here too.
+or by @auto. MBU is the bandwidth at which weights, keys and values were read, over the machine's own, measured after each text.
 
 Without a model named it is the demo pair. --random-weights needs no checkpoint, and --acceptance replays a given m*, so that the
 whole round is timed as it would run; --rank-of N times the part of a model that each of N ranks has, on one device, without the
@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,6 +70,7 @@ class Sample(NamedTuple):
     tokens: int  # of the text; those of the last round behind its end are left out
     accepted: int  # drafted ones among them
     read_bytes: int  # weights, keys and values
+    bandwidth: float = 0.0  # of the machine just afterwards, bytes a second
 
     @property
     def round_ms(self) -> float:
@@ -115,18 +116,22 @@ class Bench:
     engines: dict[str, Engine] = field(default_factory=dict)
 
 
-def measure_bandwidth(device: torch.device) -> float:
-    """Bytes a second at which this device, or this process's threads, read memory: the best of seven sums."""
+def bandwidth_meter(device: torch.device) -> Callable[[int], float]:
+    """What measures the bytes a second at which this device, or this process's threads, read memory: the best of so many sums."""
     x = torch.ones(READ_BYTES // 4, dtype=torch.float32, device=device)
     times = 4 if device.type == "cuda" else 1  # on a GPU one sum is over before the host has noticed
-    best = 0.0
-    for _ in range(7):
-        start = time.perf_counter()
-        for _ in range(times):
-            total = x.sum()
-        total.item()
-        best = max(best, times * READ_BYTES / (time.perf_counter() - start))
-    return best
+
+    def measure(sums: int) -> float:
+        best = 0.0
+        for _ in range(sums):
+            start = time.perf_counter()
+            for _ in range(times):
+                total = x.sum()
+            total.item()
+            best = max(best, times * READ_BYTES / (time.perf_counter() - start))
+        return best
+
+    return measure
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -272,15 +277,21 @@ def bytes_read(engine: Engine, rounds: list[Round], prompt: Sequence[int]) -> in
     return total
 
 
+def warm_up(bench: Bench, settings: list[Setting], repeat: int, new_tokens: int) -> None:
+    """Every setting once on each prompt, unmeasured."""
+    for prompt in bench.prompts[:repeat]:
+        for s in settings:
+            take(bench.engines[s.name], prompt, new_tokens, bench.stop_ids)
+
+
 def run_all(bench: Bench, settings: list[Setting], repeat: int, new_tokens: int) -> dict[str, list[Sample]]:
-    """Every setting on every text in turn, after each prompt once, unmeasured, which warms up."""
+    """Every setting on every text in turn, and after each the machine's bandwidth."""
     samples: dict[str, list[Sample]] = {s.name: [] for s in settings}
-    prompts = bench.prompts[:repeat]
-    for i in tqdm(range(-len(prompts), repeat), desc="texts of each setting", disable=None):
+    prompts, bandwidth = bench.prompts[:repeat], bandwidth_meter(bench.target.norm.weight.device)
+    for i in tqdm(range(repeat), desc="texts of each setting", disable=None):
         for s in settings:
             sample = take(bench.engines[s.name], prompts[i % len(prompts)], new_tokens, bench.stop_ids)
-            if i >= 0:
-                samples[s.name].append(sample)
+            samples[s.name].append(sample._replace(bandwidth=bandwidth(2)))
     return samples
 
 
@@ -290,7 +301,7 @@ def spread(values: Sequence[float]) -> list[float]:
     return [statistics.median(ordered), ordered[round(0.1 * (len(ordered) - 1))], ordered[round(0.9 * (len(ordered) - 1))]]
 
 
-def row_of(samples: list[Sample], bandwidth: float) -> dict[str, Any]:
+def row_of(samples: list[Sample]) -> dict[str, Any]:
     """A setting's figures, [median, 10th, 90th of a hundred] where they vary."""
     rounds = [now for s in samples for now in s.rounds]
     steps = [now.ms["draft"] / now.drafted for now in rounds if now.drafted]
@@ -305,7 +316,7 @@ def row_of(samples: list[Sample], bandwidth: float) -> dict[str, Any]:
         "first_token_s": spread([s.first_token_s for s in samples]),
         "mean_accepted": sum(s.accepted for s in samples) / len(rounds),
         "draft_len": statistics.median(now.drafted for now in rounds),
-        "mbu": statistics.median(s.read_bytes / s.decode_s for s in samples) / bandwidth,
+        "mbu": statistics.median(s.read_bytes / s.decode_s / s.bandwidth for s in samples),
     }
 
 
@@ -427,15 +438,17 @@ def run(args: argparse.Namespace, ranks: Ranks) -> None:
     settings = parse_settings(args, heads, max(map(len, bench.prompts)))
     device, dtype = bench.target.norm.weight.device, checkpoint.DTYPES[args.dtype]
     compile_s = build(args, bench, settings)
-    samples = run_all(bench, settings, args.repeat, args.new_tokens)
+    warm_up(bench, settings, args.repeat, args.new_tokens)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else checkpoint.peak_memory()
+    samples = run_all(bench, settings, args.repeat, args.new_tokens)
     if ranks.rank:
         return
+    read = statistics.median(sample.bandwidth for found in samples.values() for sample in found)
     machine: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "threads": torch.get_num_threads(),
-        "ranks": ranks.size, "read_gb_s": measure_bandwidth(device) / 1e9, "gflops": measure_flops(device, dtype) / 1e9,
+        "ranks": ranks.size, "read_gb_s": read / 1e9, "gflops": measure_flops(device, dtype) / 1e9,
     }  # fmt: skip
-    rows = {name: row_of(found, 1e9 * machine["read_gb_s"]) for name, found in samples.items()}
+    rows = {name: row_of(found) for name, found in samples.items()}
     out = sys.stderr if args.json else sys.stdout
     print(table(rows), file=out)
     print(f"\n{machine['read_gb_s']:.1f} GB/s read here, {machine['gflops']:.0f} GFLOP/s; loaded in {bench.load_s:.1f} s, compiled "

@@ -18,7 +18,7 @@ from errors import Parser, UserError, quiet_start, run_cli
 quiet_start(__name__)
 
 import torch
-from benchmark import measure_bandwidth
+from benchmark import bandwidth_meter
 from kernel_report import products
 from shapes import ROWS, shape
 
@@ -74,7 +74,7 @@ def main() -> None:
         raise UserError(f"--rows must be from 1 to {native.MOST_ROWS}, --repeat at least 1")
     if native.library() is None:
         raise UserError("there is no C++ compiler here, so PyTorch's products are the only ones")
-    bandwidth = measure_bandwidth(torch.device("cpu"))
+    bandwidth = bandwidth_meter(torch.device("cpu"))(7)
     found = [row for form in args.forms for row in measure(args.shape, form, args.rows, args.repeat)]
     out = sys.stderr if args.json else sys.stdout
     print(f"{args.shape}, a layer's four products, {torch.get_num_threads()} threads, {bandwidth / 1e9:.1f} GB/s read", file=out)
