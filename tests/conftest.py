@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,11 @@ def run_command(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsy
         status = end.code
     out, err = capsys.readouterr()
     return status, out, err
+
+
+def heed_interrupts() -> None:
+    """What a child does before it starts: shells let those that they start in the background ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

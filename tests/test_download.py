@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import download
 import fake_checkpoint
 import pytest
-from conftest import ROOT, hf_config, run_command
+from conftest import ROOT, heed_interrupts, hf_config, run_command
 from fake_hub import BIG, COMMIT, FIRST, NEEDED, OTHERS, REPO, SHARDS, TOKEN, FakeHub
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
@@ -190,11 +190,6 @@ def test_a_partial_that_lacks_only_its_name_needs_no_request(hub, run):
     assert run().status == 0 and fetched() == NEEDED and not hub.requests("cdn", FIRST)
 
 
-def heeding():
-    """In the child: a shell lets what it starts in the background ignore Ctrl-C, and so this test's commands."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_ctrl_c_leaves_partials(hub):
     hub.files[FIRST] = BIG * 6
     partial = FOLDER / f"{FIRST}.{hashlib.sha256(BIG * 6).hexdigest()[:12]}.partial"
@@ -202,7 +197,7 @@ def test_ctrl_c_leaves_partials(hub):
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(ROOT / "scripts" / "download.py"), REPO]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heeding
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed_interrupts
     )
     end = time.monotonic() + 60
     while not (partial.is_file() and partial.stat().st_size == 10 * 2**20) and time.monotonic() < end:

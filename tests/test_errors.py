@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import heed_interrupts
 
 from errors import Parser, UserError, run_cli
 
@@ -54,7 +55,8 @@ def test_interrupted(capsys):
 def test_interrupted_while_torch_loads(tmp_path, program):
     """A torch that presses Ctrl-C takes its place."""
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
-    done = subprocess.run([sys.executable, program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, program], cwd=ROOT, env=env, capture_output=True, preexec_fn=heed_interrupts)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
