@@ -11,10 +11,11 @@ from conftest import ARCHITECTURES, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import linear
 import model
 import native
 from engine import Engine
-from linear import Int8Linear
+from linear import Int8Linear, Linear
 from model import Block
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -141,6 +142,67 @@ def test_whoever_changes_the_block_gets_what_they_wrote(monkeypatch, capsys, nam
     after = step_of(whole)
     whole.compiled_steps = whole.block_steps
     assert torch.equal(after, step_of(whole)) and not torch.allclose(after, before, atol=1e-4)
+
+
+def double(module, args, out):
+    return out * 2
+
+
+class Longer(Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def an_attribute(layer):
+    feed_forward = layer.feed_forward
+    layer.feed_forward = lambda x: 2 * feed_forward(x)
+
+
+CHANGED = [
+    lambda layer: setattr(layer.wo, "__class__", Longer), lambda layer: layer.wo.register_forward_hook(double),
+    lambda layer: setattr(layer.q_norm, "forward", lambda x: 2 * x), lambda layer: setattr(layer.ffn_norm, "eps", 1.0),
+    an_attribute,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_whoever_changes_one_layer_gets_what_they_wrote(monkeypatch, change):
+    whole = tiny()
+    before = step_of(whole)
+    change(whole.layers[1])
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    whole.compile_blocks(dynamic=True)
+    assert [layer.native_step() is None for layer in whole.layers] == [False, True, False]
+    after = step_of(whole)
+    whole.compiled_steps = whole.block_steps
+    torch.testing.assert_close(after, step_of(whole), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(after, before, rtol=0.01, atol=0.01)
+
+
+REPLACED = [
+    lambda whole: whole.load_state_dict({key: 2 * weight for key, weight in whole.state_dict().items()}, assign=True),
+    lambda whole: [setattr(weight, "data", 2 * weight.data) for weight in whole.parameters()],
+]
+
+
+@pytest.mark.parametrize("replace", REPLACED)
+def test_weights_that_are_replaced_are_used(replace):
+    whole = tiny()
+    whole.compile_blocks(dynamic=True)
+    replace(whole)
+    after = step_of(whole)
+    whole.compiled_steps = whole.block_steps
+    torch.testing.assert_close(after, step_of(whole), rtol=1e-4, atol=1e-2)
+
+
+def test_blocks_of_rows_that_pytorch_multiplies_may_be_many_graphs(monkeypatch):
+    whole = tiny(intermediate_size=1400)
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    monkeypatch.setattr(linear, "_native", {(FLOAT, FLOAT, False): False})
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    whole.compile_blocks(dynamic=True)
+    step_of(whole)
+    assert torch._dynamo.config.recompile_limit == 64
 
 
 def test_other_forms_are_compiled(monkeypatch):
