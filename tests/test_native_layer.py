@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ARCHITECTURES, tiny
+from conftest import ARCHITECTURES, ROOT, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +84,22 @@ def test_a_tokens_result_does_not_depend_on_who_is_read_with_it(name, form, T, s
     parts = (part.split(1) for part in (x, cos, sin, positions))
     assert torch.equal(together, torch.cat([own(*one, *caches) for one in zip(*parts)]))
     assert torch.equal(k, caches[0]) and torch.equal(v, caches[1])
+
+
+def test_a_small_layer_wakes_no_threads():
+    code = f"""
+import os, sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import torch, test_native_layer as own
+block, config = own.layer_of("llama3", torch.float32, False)
+torch.set_num_threads(3)
+for T in (1, 64):
+    before = len(os.listdir("/proc/self/task"))
+    x, cos, sin, _, positions, k, v = own.inputs(config, torch.float32, T, 0)
+    block.native_step()(x, cos, sin, positions, k, v)
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["0", "2"]
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
