@@ -326,14 +326,15 @@ def native_agrees(config: Config) -> bool:
 
     It doesn't once somebody has changed ``Block``.
     """
-    T, C, source = 3, 16, torch.Generator().manual_seed(0)
-    block = Block(replace(config, dim=48, n_heads=4, n_kv_heads=2, head_dim=C, ffn_dim=40))
+    T, C, source = 3, 16, torch.Generator("cpu").manual_seed(0)
+    form: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever a program's defaults are
+    block = Block(replace(config, dim=48, n_heads=4, n_kv_heads=2, head_dim=C, ffn_dim=40)).to_empty(device="cpu").float()
     for weight in block.parameters():
         weight.normal_(std=0.3, generator=source)
     own = block.native_step()
-    x, cos, sin = (torch.randn((T, n), generator=source) for n in (48, C, C))
-    positions, mask = torch.arange(T), torch.full((T, T), -math.inf).triu(1).repeat(2, 1)
-    caches = torch.zeros((2, 2, 2, T, C))
+    x, cos, sin = (torch.randn((T, n), generator=source, **form) for n in (48, C, C))
+    positions, mask = torch.arange(T, device="cpu"), torch.full((T, T), -math.inf, **form).triu(1).repeat(2, 1)
+    caches = torch.zeros((2, 2, 2, T, C), **form)
     wanted = block.step(x, cos, sin, mask, positions, *caches[0])
     return own is not None and torch.allclose(own(x, cos, sin, positions, *caches[1]), wanted, rtol=1e-4, atol=1e-4)
 

@@ -131,7 +131,7 @@ def few_rows(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | Non
     """
     T, N = len(x), len(weight)
     x, bias = x.contiguous(), bias if bias is None else bias.to(x.dtype)
-    out = torch.empty((T, N), dtype=x.dtype)
+    out = torch.empty((T, N), dtype=x.dtype, device="cpu")
     found = library()
     assert found is not None
     found.few_rows(KINDS[x.dtype], KINDS[weight.dtype], matrix_of((weight, scale, bias)), x.data_ptr(), out.data_ptr(), T)

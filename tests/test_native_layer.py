@@ -162,6 +162,17 @@ def test_whoever_changes_the_block_gets_what_they_wrote(monkeypatch, capsys, nam
     assert torch.equal(after, step_of(whole)) and not torch.allclose(after, before, atol=1e-4)
 
 
+def test_a_programs_defaults_are_its_own_business(capsys):
+    whole = tiny()
+    torch.set_default_dtype(BFLOAT)
+    try:
+        with torch.device("meta"):
+            whole.compile_blocks(dynamic=True)
+    finally:
+        torch.set_default_dtype(FLOAT)
+    assert capsys.readouterr().err == "" and step_of(whole).isfinite().all()
+
+
 def double(module, args, out):
     return out * 2
 
