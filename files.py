@@ -126,12 +126,13 @@ _held: dict[Path, int] = {}  # files of lines that this process writes
 
 
 def _hold_lines(path: Path) -> None:
-    handle = _held.get(path.absolute())
+    name = path.resolve()  # a lock is in the way of this process, too, under another name
+    handle = _held.get(name)
     if handle is not None and os.path.samestat(os.fstat(handle), path.stat()):
         return
     if handle is not None:
-        os.close(handle)  # of a file that is there no more
-    _held[path.absolute()] = hold(path)
+        os.close(_held.pop(name))  # of a file that is there no more
+    _held[name] = hold(path)
 
 
 @contextmanager

@@ -297,6 +297,12 @@ class LLM:
                 self._engines.popitem(last=False)
             return self._engines[key]
 
+    def _is_compiled(self, engine: Engine) -> bool:
+        """Whether another engine has made all that this needs. To warm it up would cost rounds, and the text in the caches."""
+        if engine.lengths or engine.launcher.capture:  # it must know what rounds cost, or has graphs of its own
+            return False
+        return any(other.warm and other.M == engine.M for other in self._engines.values())
+
     def encode(self, prompt: Prompt, **options: Any) -> list[int]:
         """A prompt's ids, chat template applied.
 
@@ -319,7 +325,7 @@ class LLM:
         """
         ids, engine, given = self.encode(prompt, **options), self.engine(**options), Options(**options)
         with self._lock:
-            if not engine.warm:  # compiling is not to count as the first text's time, and to adapt it must know what rounds cost
+            if not engine.warm and not self._is_compiled(engine):  # which is not to count as the first text's time
                 engine.warm_up(len(ids), len(ids) + given.max_new_tokens)
         return Stream(engine, ids, self.tokenizer, given, self._lock)
 

@@ -270,7 +270,7 @@ class Block(nn.Module):
     def native_step(self) -> native.LayerStep | None:
         """``step`` by native.cpp, without its mask; None where that doesn't know this layer's form."""
         products = (self.wqkv, self.wo, self.w13, self.w2)
-        if self.divided or self.w2.weight.device.type != "cpu" or isinstance(self.w2, Int4Linear):
+        if self.divided or self.w2.weight.device.type != "cpu" or not self._is_as_made():
             return None
         weights = [(product.weight, getattr(product, "scale", None), product.bias) for product in products]
         norms = [getattr(norm, "weight", None) for norm in (self.attn_norm, self.ffn_norm, self.q_norm, self.k_norm)]
@@ -278,15 +278,42 @@ class Block(nn.Module):
             return None
         return native.LayerStep(weights, norms, (self.n_heads, self.n_kv_heads, self.head_dim), self.attn_norm.eps)
 
+    def _is_as_made(self) -> bool:
+        """Whether nobody gave this very layer modules of classes, methods or hooks that native.cpp knows nothing of."""
+        known = (Block, RMSNorm, nn.Identity, Linear, Int8Linear)
+        norms = [module.eps for module in self.modules() if isinstance(module, RMSNorm)]
+        return len(set(norms)) == 1 and all(
+            type(module) in known
+            and not (module._forward_hooks or module._forward_pre_hooks)
+            and not any(hasattr(type(module), name) for name in vars(module))
+            for module in self.modules()
+        )
+
     def fast_step(self, dynamic: bool, own: native.LayerStep | None) -> Callable[..., Tensor]:
         """``own``, for as many tokens as its products suit, and else ``step`` compiled."""
-        compiled = functools.cache(lambda: torch.compile(self.step, dynamic=dynamic))
+
+        @functools.cache
+        def compiled() -> Callable[..., Tensor]:
+            # each bucket and each number of rows may be a graph of its own: beyond the default limit they would run uncompiled
+            torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+            return torch.compile(self.step, dynamic=dynamic)
+
         if own is None:
             return compiled()
-        weight, small = self.w2.weight, self.w2.weight.nbytes < SMALL
+        tables = [module._parameters for module in self.modules()]
+
+        def addresses() -> list[int]:
+            return [weight.data_ptr() for table in tables for weight in table.values() if weight is not None]
+
+        where = addresses()
 
         def step(x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if len(x) <= native.MOST_ROWS and (small or ours(x.dtype, weight.dtype, len(x))):
+            nonlocal own, where
+            if (now := addresses()) != where:  # weights were replaced, and the old ones' memory may be somebody else's
+                own, where = self.native_step(), now
+            weight = self.w2.weight
+            fits = len(x) <= native.MOST_ROWS and (weight.nbytes < SMALL or ours(x.dtype, weight.dtype, len(x)))
+            if own is not None and fits:
                 return own(x, cos, sin, positions, k, v)
             return compiled()(x, cos, sin, mask, positions, k, v)
 
@@ -299,14 +326,15 @@ def native_agrees(config: Config) -> bool:
 
     It doesn't once somebody has changed ``Block``.
     """
-    T, C, source = 3, 16, torch.Generator().manual_seed(0)
-    block = Block(replace(config, dim=48, n_heads=4, n_kv_heads=2, head_dim=C, ffn_dim=40))
+    T, C, source = 3, 16, torch.Generator("cpu").manual_seed(0)
+    form: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever a program's defaults are
+    block = Block(replace(config, dim=48, n_heads=4, n_kv_heads=2, head_dim=C, ffn_dim=40)).to_empty(device="cpu").float()
     for weight in block.parameters():
         weight.normal_(std=0.3, generator=source)
     own = block.native_step()
-    x, cos, sin = (torch.randn((T, n), generator=source) for n in (48, C, C))
-    positions, mask = torch.arange(T), torch.full((T, T), -math.inf).triu(1).repeat(2, 1)
-    caches = torch.zeros((2, 2, 2, T, C))
+    x, cos, sin = (torch.randn((T, n), generator=source, **form) for n in (48, C, C))
+    positions, mask = torch.arange(T, device="cpu"), torch.full((T, T), -math.inf, **form).triu(1).repeat(2, 1)
+    caches = torch.zeros((2, 2, 2, T, C), **form)
     wanted = block.step(x, cos, sin, mask, positions, *caches[0])
     return own is not None and torch.allclose(own(x, cos, sin, positions, *caches[1]), wanted, rtol=1e-4, atol=1e-4)
 
@@ -479,12 +507,9 @@ class Transformer(nn.Module):
         """
         blocks = list(self._blocks())
         own = [layer.native_step() for layer in blocks]
-        if None not in own and not native_agrees(self.local):
+        if any(own) and not native_agrees(self.local):
             print("native.cpp's layer doesn't do what Block.step does, which is compiled instead", file=sys.stderr)
             own = [None] * len(own)
-        if None in own:
-            # each bucket and each number of rows may be a graph of its own: beyond the default limit they would run uncompiled
-            torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self.compiled_steps = [layer.fast_step(dynamic, step) for layer, step in zip(blocks, own)]
 
 

@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int64_t TOGETHER = 8;  // tokens whose attention one thread works out
+constexpr int64_t ALONE = 1 << 19;  // multiplications of a layer below which threads would cost more in waiting than they take over
 
 // e^x; x is held between -87 and 88, where it is no NaN. The polynomial is Cephes' expf.
 inline Floats exp_of(Floats x) {
@@ -149,7 +150,9 @@ void step(const Layer& l, const X* x, X* out, const float* cos, const float* sin
     int64_t widest = F > H * C ? F : H * C;
     desk.room.make(T, widest > D ? widest : D, sizeof(X) == 2 && sizeof(W) == 1);
     auto weight = [](const void* p) { return static_cast<const X*>(p); };
-#pragma omp parallel
+    int64_t longest = *std::max_element(positions, positions + T) + 1;
+    int64_t work = T * (D * width + H * C * D + 3 * D * F + 2 * H * C * longest);
+#pragma omp parallel if (work > ALONE)
     {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < T; t++) norm(x + t * D, weight(l.attn_norm), l.eps, D, &desk.normed[t * D]);
@@ -220,6 +223,7 @@ extern "C" void few_rows(int x_kind, int w_kind, const Matrix* m, const void* x,
 // Returns whether all positions are below S; if not, nothing is done.
 extern "C" int layer_step(int x_kind, int w_kind, const Layer* l, const void* x, void* out, const float* cos, const float* sin,
                            const int64_t* positions, void* k, void* v, int64_t stride, int64_t S, int64_t T) {
+    if (T < 1) return 1;
     for (int64_t t = 0; t < T; t++)
         if (positions[t] < 0 || positions[t] >= S) return 0;
     auto run = [&](auto number, auto weight) {

@@ -52,7 +52,10 @@ class Layer(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled products, from the user's cache if they were compiled on such a machine before; None without a compiler."""
-    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    try:
+        compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    except ValueError:  # quotes that don't end
+        compiler = ["g++"]
     if platform.system() != "Linux" or shutil.which(compiler[0]) is None:
         return None
     try:
@@ -66,7 +69,10 @@ def library() -> ctypes.CDLL | None:
             found = ctypes.CDLL(str(file))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error).encode()
-        print(f"native.cpp wasn't compiled, so PyTorch's slower products are used: {said.decode()[:300]}", file=sys.stderr)
+        print(
+            f"native.cpp wasn't compiled, so PyTorch's slower products are used: {said.decode(errors='replace')[:300]}",
+            file=sys.stderr,
+        )
         return None
     kinds = [ctypes.c_int, ctypes.c_int]
     found.few_rows.argtypes = [*kinds, ctypes.POINTER(Matrix), POINTER, POINTER, NUMBER]
@@ -125,7 +131,7 @@ def few_rows(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | Non
     """
     T, N = len(x), len(weight)
     x, bias = x.contiguous(), bias if bias is None else bias.to(x.dtype)
-    out = torch.empty((T, N), dtype=x.dtype)
+    out = torch.empty((T, N), dtype=x.dtype, device="cpu")
     found = library()
     assert found is not None
     found.few_rows(KINDS[x.dtype], KINDS[weight.dtype], matrix_of((weight, scale, bias)), x.data_ptr(), out.data_ptr(), T)

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include <omp.h>
-#if defined(__AVX2__) || defined(__FMA__)
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 

@@ -60,10 +60,11 @@ class CheckpointWriter:
     def __init__(
         self, folder: Path, tied: bool, quantization: str = "none", run: Any = None, shard_bytes: int = SHARD_BYTES
     ) -> None:
-        if (folder / "config.json").exists():
-            raise UserError(f"{folder} is a checkpoint already; remove it or choose another name")
         folder.mkdir(parents=True, exist_ok=True)
         self.let_go = weakref.finalize(self, os.close, hold(folder))
+        if (folder / "config.json").exists():  # another process may have ended just now
+            self.let_go()
+            raise UserError(f"{folder} is a checkpoint already; remove it or choose another name")
         self.folder, self.tied, self.quantization, self.shard_bytes = folder, tied, quantization, shard_bytes
         key = [secrets.token_hex() if run is None else run, tied, quantization, shard_bytes]
         self.run = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]

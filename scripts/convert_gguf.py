@@ -10,6 +10,7 @@ written under a temporary name and renamed once it is whole; at most one fused t
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -29,7 +30,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tqdm import tqdm
 
 from checkpoint import DTYPES, check_finite, load_config, open_source
-from files import check_room, write_json
+from files import check_room, hold, write_json
 from tokenizer import load_tokenizer
 from writer import CheckpointWriter
 
@@ -391,6 +392,8 @@ def convert(source: Path, out: Path, dtype: str = "bfloat16", force: bool = Fals
     check_room(out.parent, size)
     partial, old = out.with_name(out.name + ".partial"), out.with_name(out.name + ".old.partial")
     for folder in (partial, old):
+        if folder.is_dir():
+            os.close(hold(folder))  # nobody writes to it
         shutil.rmtree(folder, ignore_errors=True)
     try:
         writer = CheckpointWriter(partial, bool(config["tie_word_embeddings"]))

@@ -303,6 +303,9 @@ def work(llm: LLM, ranks: Ranks, jobs: queue.Queue[Job | None]) -> None:
     """Decode one job after another, as one of the ranks, until rank 0 gets None in place of one."""
     while True:
         job = jobs.get() if ranks.rank == 0 else None
+        while job is not None and job.left.is_set():  # who waited has hung up
+            job.send(Refused(499, "the client hung up"))
+            job = jobs.get()
         asked = told(lambda: None if job is None else (job.ids, job.options))
         if asked is None:
             return

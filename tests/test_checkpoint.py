@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import namedtuple
 
 import pytest
@@ -15,6 +16,7 @@ import checkpoint
 import quantize
 import writer as writer_module
 from errors import UserError
+from files import hold
 from linear import MODES
 from writer import CheckpointWriter, Step, save_checkpoint, stream_checkpoint
 
@@ -93,6 +95,19 @@ def test_what_an_interrupted_writer_left_is_never_read(tmp_path):
     loaded = checkpoint.load_model(folder, torch.float32)
     assert all(torch.equal(value, tiny().state_dict()[name]) for name, value in loaded.state_dict().items())
     assert len(list(folder.glob("*.safetensors"))) == 1
+
+
+def test_a_checkpoint_that_another_process_just_ended_is_left_alone(tmp_path, monkeypatch):
+    def late(folder):
+        save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text("{}")
+        return hold(folder)
+
+    monkeypatch.setattr("writer.hold", late)
+    with pytest.raises(UserError, match="is a checkpoint already"):
+        CheckpointWriter(tmp_path, tied=False)
+    assert (tmp_path / "model.safetensors").exists()
+    os.close(hold(tmp_path))
 
 
 def test_a_writer_touches_nobody_elses_weights(tmp_path):

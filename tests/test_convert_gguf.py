@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -393,6 +394,19 @@ def test_an_existing_folder(make, tmp_path):
     convert_gguf.convert(path, tmp_path / "new", "float16", force=True)
     assert json.loads((tmp_path / "new" / "config.json").read_text())["torch_dtype"] == "float16"
     assert not (tmp_path / "new.partial").exists()
+
+
+def test_what_another_process_writes_is_left_alone(make, tmp_path):
+    path, _ = make()
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    other = files.hold(partial)
+    with pytest.raises(UserError, match="another process writes"):
+        convert_gguf.convert(path, tmp_path / "out")
+    os.close(other)
+    assert partial.is_dir()
+    convert_gguf.convert(path, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists() and not partial.exists()
 
 
 def test_the_command_line(make, tmp_path, monkeypatch, capsys):

@@ -98,7 +98,7 @@ def test_two_processes_never_write_to_one_file(tmp_path):
     path, folder = tmp_path / "lines.jsonl", tmp_path / "folder"
     folder.mkdir()
     files.append_jsonl(path, {"by": "this"})
-    files.append_jsonl(path, {"by": "this"})
+    files.append_jsonl(folder / ".." / path.name, {"by": "this"})
     handle = files.hold(folder)
     other = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
@@ -123,3 +123,17 @@ for write in (lambda: files.append_jsonl(Path({str(path)!r}), {{}}), lambda: fil
     path.unlink()  # begun anew, it is held anew
     files.append_jsonl(path, {"by": "this"})
     assert said() == ["another process"] * 2 + ["wrote"]
+
+
+def test_a_file_that_could_not_be_held_is_tried_again(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    files.append_jsonl(path, {})
+    path.unlink()
+    path.touch()
+    other = files.hold(path)  # as another process
+    for _ in range(2):
+        with pytest.raises(UserError, match="another process"):
+            files.append_jsonl(path, {})
+    os.close(other)
+    files.append_jsonl(path, {"by": "this"})
+    assert path.read_text() == '{"by": "this"}\n'

@@ -132,9 +132,10 @@ def test_what_compiling_takes_counts_as_no_texts_time(folder, monkeypatch):
         original = getattr(Engine, name)
         monkeypatch.setattr(Engine, name, lambda self, *a, o=original, n=name: order.append(n) or o(self, *a))
     llm = LLM(folder / "target", folder / "draft", dtype="float32", compile=False)
-    for options in ({}, {}, {"temperature": 1.0}, {}):
+    for options in ({}, {}, {"temperature": 1.0}, {"draft_len": 3}, {}, {"draft_len": "auto"}):
         llm.generate("Hello", max_new_tokens=5, **options)
-    assert order == ["warm_up", "prefill", "prefill", "warm_up", "prefill", "prefill"]
+    # another temperature needs nothing more, and what is in the caches stays
+    assert order == ["warm_up", "prefill", "prefill", "prefill", "warm_up", "prefill", "prefill", "warm_up", "prefill"]
 
 
 def test_a_stream_does_not_count_the_time_of_who_watches_it(model, monkeypatch):

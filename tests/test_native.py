@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import time
@@ -215,6 +216,21 @@ def test_options_of_the_compiler_and_another_users_folder(monkeypatch, quick):
     assert native.library.__wrapped__() is not None
     monkeypatch.setattr("os.getuid", lambda: 12345)
     assert native.library.__wrapped__() is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("given", [" ", "g++ '"])
+def test_where_cxx_names_nothing_it_is_the_usual_compiler(monkeypatch, quick, given):
+    monkeypatch.setenv("CXX", given)
+    assert native.library.__wrapped__() is not None
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other names of processors")
+@pytest.mark.parametrize("vectors", ["sse2", "avx", "fma", "avx2", "avx512f", "avx512bw"])
+def test_every_kind_of_vectors_is_known(vectors):
+    flags = [flag for flag in native.FLAGS if flag != "-march=native"]
+    subprocess.run(["g++", *flags, "-march=x86-64", f"-m{vectors}", "-fsyntax-only", native.SOURCES[0]], check=True)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 26])

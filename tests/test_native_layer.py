@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ARCHITECTURES, tiny
+from conftest import ARCHITECTURES, ROOT, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import linear
 import model
 import native
 from engine import Engine
-from linear import Int8Linear
+from linear import Int8Linear, Linear
 from model import Block
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -83,6 +86,22 @@ def test_a_tokens_result_does_not_depend_on_who_is_read_with_it(name, form, T, s
     assert torch.equal(k, caches[0]) and torch.equal(v, caches[1])
 
 
+def test_a_small_layer_wakes_no_threads():
+    code = f"""
+import os, sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import torch, test_native_layer as own
+block, config = own.layer_of("llama3", torch.float32, False)
+torch.set_num_threads(3)
+for T in (1, 64):
+    before = len(os.listdir("/proc/self/task"))
+    x, cos, sin, _, positions, k, v = own.inputs(config, torch.float32, T, 0)
+    block.native_step()(x, cos, sin, positions, k, v)
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["0", "2"]
+
+
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
 @pytest.mark.parametrize("int8", [False, True])
 def test_only_its_own_past_is_read(dtype, int8):
@@ -141,6 +160,78 @@ def test_whoever_changes_the_block_gets_what_they_wrote(monkeypatch, capsys, nam
     after = step_of(whole)
     whole.compiled_steps = whole.block_steps
     assert torch.equal(after, step_of(whole)) and not torch.allclose(after, before, atol=1e-4)
+
+
+def test_a_programs_defaults_are_its_own_business(capsys):
+    whole = tiny()
+    torch.set_default_dtype(BFLOAT)
+    try:
+        with torch.device("meta"):
+            whole.compile_blocks(dynamic=True)
+    finally:
+        torch.set_default_dtype(FLOAT)
+    assert capsys.readouterr().err == "" and step_of(whole).isfinite().all()
+
+
+def double(module, args, out):
+    return out * 2
+
+
+class Longer(Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def an_attribute(layer):
+    feed_forward = layer.feed_forward
+    layer.feed_forward = lambda x: 2 * feed_forward(x)
+
+
+CHANGED = [
+    lambda layer: setattr(layer.wo, "__class__", Longer), lambda layer: layer.wo.register_forward_hook(double),
+    lambda layer: setattr(layer.q_norm, "forward", lambda x: 2 * x), lambda layer: setattr(layer.ffn_norm, "eps", 1.0),
+    an_attribute,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_whoever_changes_one_layer_gets_what_they_wrote(monkeypatch, change):
+    whole = tiny()
+    before = step_of(whole)
+    change(whole.layers[1])
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    whole.compile_blocks(dynamic=True)
+    assert [layer.native_step() is None for layer in whole.layers] == [False, True, False]
+    after = step_of(whole)
+    whole.compiled_steps = whole.block_steps
+    torch.testing.assert_close(after, step_of(whole), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(after, before, rtol=0.01, atol=0.01)
+
+
+REPLACED = [
+    lambda whole: whole.load_state_dict({key: 2 * weight for key, weight in whole.state_dict().items()}, assign=True),
+    lambda whole: [setattr(weight, "data", 2 * weight.data) for weight in whole.parameters()],
+]
+
+
+@pytest.mark.parametrize("replace", REPLACED)
+def test_weights_that_are_replaced_are_used(replace):
+    whole = tiny()
+    whole.compile_blocks(dynamic=True)
+    replace(whole)
+    after = step_of(whole)
+    whole.compiled_steps = whole.block_steps
+    torch.testing.assert_close(after, step_of(whole), rtol=1e-4, atol=1e-2)
+
+
+def test_blocks_of_rows_that_pytorch_multiplies_may_be_many_graphs(monkeypatch):
+    whole = tiny(intermediate_size=1400)
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    monkeypatch.setattr(linear, "_native", {(FLOAT, FLOAT, False): False})
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    whole.compile_blocks(dynamic=True)
+    step_of(whole)
+    assert torch._dynamo.config.recompile_limit == 64
 
 
 def test_other_forms_are_compiled(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -19,6 +21,7 @@ import serve
 from conftest import ROOT
 
 from llm import LLM
+from tp import Ranks
 
 QUESTION = "Ada has 36 buttons. Ada buys 2 jars of 14 buttons each. How many buttons does Ada have now?"
 CHAT = [{"role": "user", "content": QUESTION}]
@@ -194,3 +197,13 @@ def test_mistakes_at_the_start_take_one_line(port):
 def test_who_may_be_reached():
     assert all(serve.is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"))
     assert not any(serve.is_loopback(host) for host in ("0.0.0.0", "192.168.1.2", "::", "example.org"))
+
+
+def test_who_hung_up_while_they_waited_costs_nothing():
+    told, jobs = [], queue.Queue()
+    left = SimpleNamespace(left=threading.Event(), send=told.append, ids=[1], options={})
+    left.left.set()
+    for job in (left, left, None):
+        jobs.put(job)
+    serve.work(None, Ranks(), jobs)  # no model is asked
+    assert [str(item) for item in told] == ["the client hung up"] * 2
