@@ -119,7 +119,7 @@ def one(llm: LLM, rng: random.Random, questions: list[str], last: list[int], fou
             break
     got, wanted = stream.result.output, expected(llm, prompt, options)
     found.texts, found.tokens = found.texts + 1, found.tokens + len(got.tokens)
-    if leave and not got.finish_reason:
+    if len(pieces) == leave:  # though the text may have been complete: its pieces were not all taken
         found.left += 1
         same = wanted.text.startswith("".join(pieces))
     else:
