@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import resource
 import sys
@@ -36,6 +37,7 @@ from tp import Ranks, largest, ranges, same, together, world
 
 ROOT = Path("checkpoints")
 BESIDE = Path(__file__).resolve().parent / "checkpoints"  # looked into as well, whatever folder a command runs in
+FITS_A_CACHE = 1 << 26  # bytes of a target that one thread reads fast enough
 LAYOUT = "fused-1"  # in every weight file's metadata: these names, q/k/v and gate/up fused, half-split RoPE
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the dtypes, in safetensors' names, that a weight which isn't quantized may have
@@ -403,12 +405,15 @@ class Pair:
         if world().size > 1:
             same("target", fingerprint(self.target))
             same("draft", fingerprint(self.draft) if self.draft is not None else "none")
+        draft: Transformer | None = None
         model = load_model(self.target, dtype, device, world(), quantization)
         if self.head is not None:
             model.fuse_judge(self.head.weight, self.head.bias, self.head.kind, self.head.floor)
-        if self.draft is None:
-            return model, None
-        return model, load_model(self.draft, dtype, device, Ranks() if whole_draft else world(), quantization)
+        if self.draft is not None:
+            draft = load_model(self.draft, dtype, device, Ranks() if whole_draft else world(), quantization)
+        if model.weight_bytes() < FITS_A_CACHE and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # threads wait for each other longer than they work, much longer where cores are busy
+        return model, draft
 
 
 def find_pair(target: str, draft: str | None = None, judge: Path | None = None) -> Pair:

@@ -188,7 +188,7 @@ def summary(run: Generation, drafting: bool) -> str:
     if not drafting:
         return f"[{n} tokens, one at a time; {speed}"
     return (
-        f"[{n} tokens in {rounds} rounds: {run.mean_accepted:.1f} drafted tokens accepted a round "
+        f"[{n} tokens in {rounds} round{'s' * (rounds > 1)}: {run.mean_accepted:.1f} drafted tokens accepted a round "
         f"({run.accepted(STANDARD)} by the standard test, {run.accepted(RULE)} by the rule alone); {speed}"
     )
 
@@ -284,11 +284,11 @@ def run(args: argparse.Namespace, ranks: Ranks) -> None:
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     out = sys.stderr if args.json else sys.stdout
     colour = args.show or (out.isatty() and not args.json)
-    if colour and out.isatty():
+    if colour and out.isatty() and pair.draft is not None:
         print(legend(), file=sys.stderr)
-    if pair.caution and (args.interactive or args.prompt is not None or args.prompt_file is not None):
-        print(f"[{pair.caution}{'; each question begins anew' if args.interactive else ''}]", file=sys.stderr)
     if args.interactive:
+        if pair.caution:
+            print(f"[{pair.caution}; each question begins anew]", file=sys.stderr)
         return chat(args, pair, colour)
     text, options = DEMO_PROMPT if args.prompt is None else args.prompt, options_of(args)
     with together():
@@ -296,8 +296,11 @@ def run(args: argparse.Namespace, ranks: Ranks) -> None:
             try:
                 text = args.prompt_file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"--prompt-file {args.prompt_file} can't be read: {error}") from None
+                said = getattr(error, "strerror", None) or error
+                raise UserError(f"--prompt-file {args.prompt_file} can't be read: {said}") from None
         prompt = encode(pair.tokenizer, text, options, pair.context)
+    if pair.caution and (args.prompt is not None or args.prompt_file is not None):
+        print(f"[{pair.caution}]", file=sys.stderr)
     same("prompt", str(prompt))
     start = time.perf_counter()
     llm = load(args, pair, len(prompt) + args.max_new_tokens)

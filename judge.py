@@ -516,10 +516,11 @@ def train_head(
     enough = [all((side & kind).any() for side in (h, ~h) for kind in (is_right, ~is_right)) for h in held]
     held = held[torch.tensor(enough)]  # a part may have no right token, where there are few
     if not len(held):
-        raise UserError(
-            f"a head needs right and wrong tokens of at least two questions; here are {int(is_right.sum())} right and "
-            f"{int((~is_right).sum())} wrong ones of {len(questions.unique())}"
+        here = " and ".join(
+            f"{int(kind.sum())} {name} ones of {len(questions[kind].unique())}"
+            for name, kind in (("right", is_right), ("wrong", ~is_right))
         )
+        raise UserError(f"a head needs right tokens of at least two questions, and wrong ones of two; here are {here}")
     ratio = (~held & is_right).sum(1) / (~held & ~is_right).sum(1)
     weights = torch.where(is_right, 1.0, ratio[:, None])
     mean, std = states.mean(0), states.std(0).clamp(min=1e-6)

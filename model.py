@@ -339,6 +339,13 @@ def native_agrees(config: Config) -> bool:
     return own is not None and torch.allclose(own(x, cos, sin, positions, *caches[1]), wanted, rtol=1e-4, atol=1e-4)
 
 
+@functools.cache
+def tell_of_change() -> None:
+    """Say once that ``Block`` isn't what native.cpp knows."""
+    said = "native.cpp's layer doesn't do what Block.step does, which is compiled instead (--no-compile starts sooner)"
+    print(said, file=sys.stderr)
+
+
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two texts have in common at their start."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
@@ -508,7 +515,7 @@ class Transformer(nn.Module):
         blocks = list(self._blocks())
         own = [layer.native_step() for layer in blocks]
         if any(own) and not native_agrees(self.local):
-            print("native.cpp's layer doesn't do what Block.step does, which is compiled instead", file=sys.stderr)
+            tell_of_change()
             own = [None] * len(own)
         self.compiled_steps = [layer.fast_step(dynamic, step) for layer, step in zip(blocks, own)]
 

@@ -55,7 +55,6 @@ def main() -> None:
         "judge": Engine(target, draft, draft_len=25, verify="judge", threshold=pair.head.threshold, max_len=length),
     }
     if not args.no_compile:
-        print("compiling the models, which takes some seconds", file=sys.stderr)
         for model in (target, draft):
             model.compile_blocks(dynamic=True)
     for engine in engines.values():

@@ -294,9 +294,14 @@ class Service:
         async def failed(request: Any, error: Exception) -> Any:
             return JSONResponse(Refused(500, "the server failed; its log says how").body(), 500)
 
+        async def unknown(request: Any, error: Any) -> Any:
+            ways = "POST /v1/chat/completions and /v1/completions, GET /v1/models and /health"
+            refused = Refused(error.status_code, f"{request.method} {request.url.path} isn't served; {ways} are")
+            return JSONResponse(refused.body(), error.status_code, headers=error.headers)
+
         routes = [Route("/v1/chat/completions", chat, methods=["POST"]), Route("/v1/completions", text, methods=["POST"]),
                   Route("/v1/models", models), Route("/health", health)]  # fmt: skip
-        return Starlette(routes=routes, exception_handlers={Exception: failed})
+        return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown, Exception: failed})
 
 
 def work(llm: LLM, ranks: Ranks, jobs: queue.Queue[Job | None]) -> None:

@@ -278,3 +278,18 @@ def test_compiled_blocks_compute_the_same_in_fewer_bits(mode):
             ids = torch.arange(rows) + 40
             plain, compiled = (model.step(ids, torch.arange(rows), cache, 128, compiled=c).float() for c in (False, True))
             assert (plain - compiled).abs().max() < 0.05 * plain.abs().max()
+
+
+@pytest.mark.parametrize("asked", [None, "2"])
+def test_a_model_that_fits_a_cache_is_one_threads_work(monkeypatch, asked):
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    pair = checkpoint.find_pair(str(ROOT / "demo/target"))
+    pair.load(torch.float32)
+    assert chosen == ([] if asked else [1])
+    monkeypatch.setattr(checkpoint, "FITS_A_CACHE", 1000)
+    pair.load(torch.float32)
+    assert len(chosen) == (0 if asked else 1)

@@ -150,6 +150,12 @@ def test_what_is_no_request(port):
         assert post(port, {"messages": CHAT, "max_tokens": 2, **fine})[0] == 200
 
 
+@pytest.mark.parametrize("path, status", [("/v1/embeddings", 404), ("/v1/models", 405)])
+def test_what_isnt_served_is_told_as_the_rest_is(port, path, status):
+    got, answer, _ = post(port, {"input": "x"}, path)
+    assert got == status and answer["error"]["message"].startswith(f"POST {path} isn't served")
+
+
 def test_one_at_a_time_a_few_wait_and_the_rest_are_sent_away(port, client):
     long = {"model": "target", "messages": CHAT, "max_tokens": 250, "stream": True, "temperature": 2.0, "stop": ["\0"]}
     streams = [client.chat.completions.create(**long, seed=seed, extra_body={"verify": "standard"}) for seed in (1, 2)]
