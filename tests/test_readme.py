@@ -34,7 +34,7 @@ def commands_of(page):
     for line in lines_of(page):
         found = re.search(r"(?:^|=\S+ |\) )(?:python|torchrun)((?: --nproc\S+)*) ((?:scripts/)?\w+\.py)\b(.*)", line)
         if found and page != "docs/commands.md":
-            yield found[2], re.sub(r"\[.*?\]|…|\.\.\.", "", found[3]).strip()
+            yield found[2], re.sub(r"\[.*?\]|…|\.\.\.| > \S+$", "", found[3]).strip()
 
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
