@@ -151,23 +151,29 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
     return best
 
 
+def parse_setting(text: str, heads: dict[str, Head], max_len: int) -> Setting:
+    """``plain``, or a rule with its knob and @M: ``standard``, ``judge:0.3@12``, ``topk:5@auto``. Raises UserError."""
+    name, _, length = text.partition("@")
+    rule = parse_rules(name, heads)[0]
+    if rule.name == "draft":
+        raise UserError("--rules names draft; to time a draft alone give it as --target")
+    if length and rule.name == "plain":
+        raise UserError(f"--rules names {text!r}; plain decoding drafts nothing")
+    M = draft_length(length) if length else 0 if rule.name == "plain" else 8 if rule.verify == "standard" else 25
+    if length and M != "auto" and int(M) < 1:
+        raise UserError(f"--rules names {text!r}; @M must be at least 1")
+    return Setting(text, rule, LENGTHS[-1] if M == "auto" else int(M), M == "auto", max_len)
+
+
 def parse_settings(args: argparse.Namespace, heads: dict[str, Head], longest_prompt: int) -> list[Setting]:
     """Every rule at every room. Raises UserError for what can't be."""
     found: list[Setting] = []
     for text in args.rules.split(","):
-        name, _, length = text.partition("@")
-        rule = parse_rules(name, heads)[0]
-        if rule.name == "draft":
-            raise UserError("--rules names draft; to time a draft alone give it as --target")
-        if length and rule.name == "plain":
-            raise UserError(f"--rules names {text!r}; plain decoding drafts nothing")
-        M = draft_length(length) if length else 0 if rule.name == "plain" else 8 if rule.verify == "standard" else 25
-        if length and M != "auto" and int(M) < 1:
-            raise UserError(f"--rules names {text!r}; @M must be at least 1")
-        if args.acceptance is not None and M == "auto":
+        setting = parse_setting(text, heads, 0)
+        if args.acceptance is not None and setting.adapt:
             raise UserError(f"--rules names {text!r}, whose length would follow --acceptance {args.acceptance:g}; give a number")
-        if args.acceptance is not None and M and args.acceptance > int(M):
-            raise UserError(f"--acceptance is {args.acceptance:g}; {text} drafts {M} tokens a round")
+        if args.acceptance is not None and setting.draft_len and args.acceptance > setting.draft_len:
+            raise UserError(f"--acceptance is {args.acceptance:g}; {text} drafts {setting.draft_len} tokens a round")
         for room in args.room or [longest_prompt + args.new_tokens]:
             if room < longest_prompt + args.new_tokens:
                 raise UserError(
@@ -176,7 +182,7 @@ def parse_settings(args: argparse.Namespace, heads: dict[str, Head], longest_pro
             full = f"{text}/{room}" if len(args.room) > 1 else text
             if any(full == other.name for other in found):
                 raise UserError(f"--rules names {text!r} twice")
-            found.append(Setting(full, rule, LENGTHS[-1] if M == "auto" else int(M), M == "auto", room))
+            found.append(setting._replace(name=full, max_len=room))
     return found
 
 
@@ -213,6 +219,15 @@ def from_nothing(args: argparse.Namespace, ranks: Ranks) -> Bench:
     return Bench(models[0], draft, head, prompts, frozenset(), time.perf_counter() - start, names)
 
 
+def engine_of(s: Setting, target: Transformer, draft: Transformer | None, made: type[Engine] = Engine, **options: Any) -> Engine:
+    """An engine for a setting, of the class ``made``; the models may serve several."""
+    if s.rule.head is not None:
+        target = target.twin()
+        s.rule.head.fuse(target)
+    options |= {"verify": s.rule.verify, "threshold": s.rule.threshold, "max_len": s.max_len}
+    return made(target, draft, draft_len=s.draft_len, adapt=s.adapt, **options) if s.draft_len else made(target, **options)
+
+
 def build(args: argparse.Namespace, bench: Bench, settings: list[Setting]) -> float:
     """An engine for each setting, warmed up. Returns the seconds that took."""
     start = time.perf_counter()
@@ -222,22 +237,11 @@ def build(args: argparse.Namespace, bench: Bench, settings: list[Setting]) -> fl
             if model is not None:
                 model.compile_blocks(dynamic=device.type == "cpu")
     for s in settings:
-        target = bench.target
-        if s.rule.head is not None:
-            target = bench.target.twin()
-            target.fuse_judge(s.rule.head.weight, s.rule.head.bias, s.rule.head.kind, s.rule.head.floor)
-        options: dict[str, Any] = {"verify": s.rule.verify, "threshold": s.rule.threshold, "max_len": s.max_len,
-                                   "sampling": Sampling(args.temperature)}  # fmt: skip
-        if not s.draft_len:
-            engine = Engine(target, **options)
-        elif args.acceptance is None:
-            engine = Engine(target, bench.draft, draft_len=s.draft_len, adapt=s.adapt, **options)
-        else:
-            engine = Replaying(
-                target, bench.draft, draft_len=s.draft_len, adapt=s.adapt, accepted=args.acceptance, **options
-            )  # fmt: skip
+        options: dict[str, Any] = {"sampling": Sampling(args.temperature)}
+        if s.draft_len and args.acceptance is not None:
+            options |= {"made": Replaying, "accepted": args.acceptance}
+        bench.engines[s.name] = engine = engine_of(s, bench.target, bench.draft, **options)
         engine.warm_up(1, s.max_len)
-        bench.engines[s.name] = engine
     return time.perf_counter() - start
 
 

@@ -26,7 +26,7 @@ from errors import Parser, UserError, quiet_start, run_cli
 quiet_start(__name__)
 
 import torch
-from benchmark import spread
+from benchmark import engine_of, parse_setting, spread
 from tasks import TASKS, encode, read_problems
 from torch import Tensor
 from tqdm import tqdm
@@ -34,7 +34,6 @@ from tqdm import tqdm
 import checkpoint
 from convert_hf_checkpoint import LAYER_NAMES, PARTS, TOP_NAMES
 from engine import Engine
-from judge import default_threshold
 from linear import MODES
 from llm import DEMO, default_dtype
 from model import Config, common_length
@@ -50,18 +49,15 @@ class Peer(NamedTuple):
 
 
 def our_peers(args: argparse.Namespace, pair: checkpoint.Pair, max_len: int) -> list[Peer]:
-    """Plain decoding; with a draft the standard test; with a head the judge."""
+    """Plain decoding, and other rules with their draft lengths."""
     target, draft = pair.load(checkpoint.DTYPES[args.dtype], quantization=args.quantize)
     if not args.no_compile:
         for model in (target, draft):
             if model is not None:
                 model.compile_blocks(dynamic=True)
-    engines = {"plain": Engine(target, max_len=max_len)}
-    if draft is not None:
-        engines["standard"] = Engine(target, draft, draft_len=args.draft_len, max_len=max_len)
-    if draft is not None and pair.head is not None:
-        threshold = default_threshold("judge", pair.head)
-        engines["judge"] = Engine(target, draft, draft_len=25, verify="judge", threshold=threshold, max_len=max_len)
+    heads = {} if pair.head is None else {"judge": pair.head}
+    settings = [parse_setting(text, heads, max_len) for text in args.rules.split(",")]
+    engines = {s.name: engine_of(s, target, draft) for s in settings}
 
     def complete(engine: Engine) -> Callable[[list[int], int], list[int]]:
         def run(prompt: list[int], n: int) -> list[int]:
@@ -266,6 +262,8 @@ def main() -> None:
     p.add_argument("--repeat", type=int, default=3, metavar="N", help="texts of each (default: 3)")
     p.add_argument("--new-tokens", type=int, default=48, metavar="N", help="n (default: 48)")
     p.add_argument("--draft-len", type=int, default=8, metavar="M", help="of the standard test and of llama.cpp (default: 8)")
+    p.add_argument("--rules", metavar="LIST",
+                   help="ours, as benchmark.py takes them, such as plain,judge@8 (default: plain, standard@M, judge)")  # fmt: skip
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo")
     p.add_argument("--quantize", choices=["none", *MODES], default="none", help="our weights (default: none)")
     p.add_argument("--no-compile", action="store_true", help="nobody compiles")
@@ -283,6 +281,12 @@ def main() -> None:
         needed = "draft" if name == "judge" else "gguf"
         if getattr(args, name) is not None and getattr(args, needed) is None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} needs a --{needed}")
+    drafting = [] if args.draft is None else [f"standard@{args.draft_len}", *(["judge"] if args.judge is not None else [])]
+    args.rules = args.rules or ",".join(["plain", *drafting])
+    if "plain" not in args.rules.split(","):
+        raise UserError(f"--rules {args.rules} lacks plain, which everyone is compared with")
+    if args.draft is None and args.rules != "plain":
+        raise UserError(f"--rules {args.rules} needs a --draft")
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     prompts = [encode(pair.tokenizer, problem, args.task) for problem in read_problems(args.task, args.data, args.limit)]
     max_len = max(map(len, prompts)) + 2 * args.new_tokens

@@ -86,14 +86,15 @@ def test_the_static_cache_is_transformers_own_text(tmp_path):
 
 
 def test_everybody_says_the_same_on_the_demo(capsys, monkeypatch):
-    command = "--draft demo/draft --judge demo/judge.pt --no-compile --new-tokens 12 --repeat 1 --json"
+    command = "--draft demo/draft --judge demo/judge.pt --rules plain,standard@8,judge@4"
+    command += " --no-compile --new-tokens 12 --repeat 1 --json"
     monkeypatch.setattr("sys.argv", ["compare_peers.py", *command.split()])
     monkeypatch.chdir(checkpoint.__file__.rsplit("/", 1)[0])
     compare_peers.main()
     printed = capsys.readouterr()
     rows = json.loads(printed.out.splitlines()[-1])["peers"]
-    assert {"ours: plain", "ours: standard", "transformers: plain", "transformers: assisted"} < set(rows)
-    assert all(row["as_ours"] == 24 for name, row in rows.items() if name != "ours: judge")
+    assert {"ours: plain", "ours: standard@8", "ours: judge@4", "transformers: plain", "transformers: assisted"} < set(rows)
+    assert all(row["as_ours"] == 24 for name, row in rows.items() if name != "ours: judge@4")
     assert "llama.cpp is left out: it needs --gguf" in printed.err
 
 
@@ -113,6 +114,11 @@ def test_a_peer_that_is_not_installed_is_left_out_with_a_word(capsys, monkeypatc
         ("--gguf nothing", "--gguf nothing is no file"),
         ("--judge demo/judge.pt", "needs a --draft"),
         ("--draft-gguf README.md", "needs a --gguf"),
+        ("--rules plain,standard", "--rules plain,standard needs a --draft"),
+        ("--draft demo/draft --rules standard", "--rules standard lacks plain"),
+        ("--draft demo/draft --rules plain,judge", "needs --judge FILE"),
+        ("--draft demo/draft --rules plain,standard@0", "@M must be at least 1"),
+        ("--draft demo/draft --rules plain,plain", "twice"),
     ],
 )
 def test_mistakes_are_told(monkeypatch, command, said):
