@@ -408,7 +408,7 @@ class Pair:
         draft: Transformer | None = None
         model = load_model(self.target, dtype, device, world(), quantization)
         if self.head is not None:
-            model.fuse_judge(self.head.weight, self.head.bias, self.head.kind, self.head.floor)
+            self.head.fuse(model)
         if self.draft is not None:
             draft = load_model(self.draft, dtype, device, Ranks() if whole_draft else world(), quantization)
         if model.weight_bytes() < FITS_A_CACHE and "OMP_NUM_THREADS" not in os.environ:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from judge import Block, log_probabilities, next_distribution, verdict
+from judge import Block, judge_logits, log_probabilities, next_distribution, verdict
 from launch import Flight, Launcher, Stopwatch
 from model import Cache, Transformer
 from pace import LENGTHS, Pace, round_costs
@@ -295,7 +295,7 @@ class Engine:
         states = self.target.step(read, positions, self.target_cache, bucket)
         if self.whole_logits:
             logits, judge = self.target.logits(states)
-            log_p = log_probabilities(logits[:-1], read[1:]) if judge is not None and self.verify == "judge" else None
+            log_p = log_probabilities(logits[:-1], read[1:]) if judge is not None else None
             logits = warp(logits, self.sampling)
             top, best = logits.max(-1)
         else:
@@ -304,9 +304,10 @@ class Engine:
             drafted = torch.cat((read[1:], read[:1])) if self.verify == "judge" else None
             best, top, log_p = best_and_log_p(local, self.target.ranks, self.target.config.vocab_size, drafted)
             logits, log_p = None, log_p[:-1]
+        z = judge_logits(self.target, judge[1:], log_p) if judge is not None and log_p is not None else None
         self.watch.mark("verify")
         if M:
-            given, z = None if logits is None else logits[:-1], None if judge is None else judge[1:]
+            given = None if logits is None else logits[:-1]
             q = None if self.draft_logits is None else self.draft_logits[:M]
             block = Block(read[1:], best[:-1], given, q, z, log_p, self.target.judge_floor)
             self._accept(block, best, logits, uniform)
@@ -319,7 +320,7 @@ class Engine:
         if self.target.ranks.size > 1:
             agree(self.result, self.check_ranks)
         if self.trace is not None and logits is not None:
-            self._note(read[1:], logits, judge)
+            self._note(read[1:], logits, z)
         n = self.result[0]
         self.tokens.index_copy_(0, positions + 1, self.result[1 : M + 2])
         self.pos += n + 1
@@ -371,7 +372,7 @@ class Engine:
         tokens = torch.cat((block.drafted, own)).index_copy(0, n.view(1), own)
         torch.cat((n.view(1), tokens, standard.long(), relaxed.long()), out=self.result[: 3 * M + 2])
 
-    def _note(self, drafted: Tensor, logits: Tensor, judge: Tensor | None) -> None:
+    def _note(self, drafted: Tensor, logits: Tensor, z: Tensor | None) -> None:
         """Fill ``trace``, a row for each place of the block, fields as in ``Note`` (ids are exact in fp32 up to 2^24)."""
         assert self.trace is not None
         M, p = len(drafted), logits.softmax(-1)
@@ -383,8 +384,8 @@ class Engine:
             own = drafted[:, None]
             self.trace[:M, 2], self.trace[:M, 3] = drafted, p[:M].gather(-1, own)[:, 0]
             self.trace[:M, 4] = self.draft_logits[:M].softmax(-1).gather(-1, own)[:, 0]
-            if judge is not None:
-                self.trace[:M, 5] = judge[1:].sigmoid()
+            if z is not None:
+                self.trace[:M, 5] = z.sigmoid()
 
     def _launch(self, M: int, length: int) -> Flight:
         """Launch a round of M; with what it may commit, the text has at most ``length`` tokens."""

@@ -1,7 +1,8 @@
-"""Who accepts a drafted token: the standard test, the rules that relax it, and the judge head with its training.
+"""Who accepts a drafted token: the standard test, the rules that relax it, and the judge head with its labels.
 
 A block is M drafted tokens and what the target said when it read ``[cur, d_1, ..., d_M]`` in one pass: logits L_0..L_M, where
-L_{i-1} predicts d_i, and judge logits z_0..z_M, where z_i was taken at d_i's own position, after the target had read it.
+L_{i-1} predicts d_i, and judge logits z_0..z_M, where z_i was taken at d_i's own position, after the target had read it (and
+counts d_i's log-probability as the head's training found that to help).
 Token i is accepted when the standard test OR the chosen rule accepts it; the block ends before the first token that neither
 does (judge decoding, arXiv 2501.19309). To try a rule of your own, add a function to ``RULES``.
 
@@ -21,12 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError
 from files import read_jsonl, replacing
-from model import Reader, Transformer
+from model import Transformer
 from tokenizer import Tokenizer
 
 KINDS = ("pre_norm", "post_norm")
@@ -41,7 +41,7 @@ class Block(NamedTuple):
     best: Tensor  # [M] int64, the target's likeliest token in the place of each
     logits: Tensor | None  # [M, V] fp32, the target's, that predict each drafted token; greedy, standard and judge do without
     draft_logits: Tensor | None  # [M, V] fp32, the draft's own at the same places; kept when sampling and for the rule kl
-    judge: Tensor | None  # [M] fp32, z_i at each drafted token's own position; None without a head
+    judge: Tensor | None  # [M] fp32, z_i of each drafted token, as ``judge_logits`` gives them; None without a head
     log_p: Tensor | None = None  # [M] fp32, each drafted token's by the target, before temperature, top-k and top-p
     floor: float = 0.0  # the judge takes no token of less probability than this; needs log_p when above 0
 
@@ -93,6 +93,16 @@ def kl_rule(block: Block, threshold: float) -> Tensor:
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-probabilities [T] of tokens [T] under logits [T, V]."""
     return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def judge_logits(model: Transformer, read: Tensor, log_p: Tensor) -> Tensor:
+    """z_i of drafted tokens.
+
+    Args:
+        read: what the head's row says at their own positions, [M] fp32.
+        log_p: their log-probabilities by the target, [M] fp32.
+    """
+    return read if model.judge_log_p == 0 else read + model.judge_log_p * log_p
 
 
 class Rule(NamedTuple):
@@ -187,7 +197,8 @@ def next_distribution(logits: Tensor, draft_logits: Tensor, n: Tensor) -> Tensor
 
 @dataclass
 class Head:
-    """A judge: f(h) = weight·h + bias on the target's last-layer state, and what it was made for."""
+    """A judge: z = weight·h + bias + log_p · (the token's log-probability) on the target's last-layer state h, and what it was
+    made for."""
 
     weight: Tensor  # [D] fp32
     bias: float
@@ -197,6 +208,11 @@ class Head:
     threshold: float = 0.5
     label_rule: str = "span"
     floor: float = 1e-4  # the judge takes no token that the target gives less probability
+    log_p: float = 0.0
+
+    def fuse(self, model: Transformer) -> None:
+        """Let the target carry this head."""
+        model.fuse_judge(self.weight, self.bias, self.kind, self.floor, self.log_p)
 
     def save(self, path: Path) -> None:
         """Write the head; loadable with ``torch.load(weights_only=True)``."""
@@ -233,9 +249,9 @@ def load_head(path: Path) -> Head:
         head = Head(**raw)
     except TypeError as error:
         raise UserError(f"{path} is not a judge head this version can read: {error}") from None
-    numbers = all(isinstance(x, float | int) for x in (head.bias, head.threshold, head.floor))
+    numbers = all(isinstance(x, float | int) for x in (head.bias, head.threshold, head.floor, head.log_p))
     vector = isinstance(head.weight, Tensor) and head.weight.dim() == 1 and head.weight.is_floating_point()
-    if not numbers or not vector or not math.isfinite(head.bias) or not bool(head.weight.isfinite().all()):
+    if not numbers or not vector or not math.isfinite(head.bias + head.log_p) or not bool(head.weight.isfinite().all()):
         raise UserError(f"{path}: the head's weights are not a vector of finite numbers")
     if head.kind not in KINDS or head.label_rule not in LABEL_RULES or not (0 <= head.threshold <= 1 and 0 <= head.floor <= 1):
         raise UserError(
@@ -381,175 +397,3 @@ def span_labels(pieces: Sequence[tuple[int, int]], mistake: tuple[int, int], lab
     """
     after = WRONG if label_rule == "rest" else IGNORE
     return [RIGHT if max(end, start + 1) <= mistake[0] else WRONG if start < mistake[1] else after for start, end in pieces]
-
-
-def read_states(model: Transformer, examples: Sequence[Example], progress: Callable[..., Any] = lambda rows: rows) -> Tensor:
-    """The target's states [N, D] before the final norm at the N labelled tokens of all examples, in the model's dtype, on the
-    CPU. Nothing behind an example's last labelled token is read."""
-    texts = []
-    for example in examples:
-        used = max((i + 1 for i, label in enumerate(example.labels) if label != IGNORE), default=0)
-        texts.append(example.prompt + example.answer[:used])
-    reader, states = Reader(model, max(map(len, texts))), []
-    for example, text in progress(list(zip(examples, texts))):
-        wanted = [len(example.prompt) + i for i, label in enumerate(example.labels) if label != IGNORE]
-        if wanted:
-            states.append(reader.read(text)[wanted].cpu())
-    if not states:
-        raise UserError("no token of these answers carries a label")
-    return torch.cat(states)
-
-
-def as_features(model: Transformer, states: Tensor, kind: str) -> Tensor:
-    """What a head of a ``kind`` looks at, fp32 [N, D], from states before the final norm."""
-    weight = model.norm.weight
-    with torch.inference_mode():
-        return (
-            torch.cat([model.norm(part.to(weight.device)).cpu() for part in states.split(4096)]).float()
-            if kind == "post_norm"
-            else states.float()
-        )
-
-
-def labels_of(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """(labels [N], question numbers [N]) of the labelled tokens, in the order of ``read_states``."""
-    pairs = [(label, example.question) for example in examples for label in example.labels if label != IGNORE]
-    labels, questions = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
-    return labels, questions
-
-
-class TrainResult(NamedTuple):
-    """A fitted head, and scores w·h + b of tokens of questions that were held out."""
-
-    weight: Tensor  # [D] fp32, on raw states
-    bias: float
-    epochs: int
-    right: Tensor  # scores of the right tokens, ascending
-    wrong: Tensor  # the same of the wrong ones
-
-    @property
-    def auc(self) -> float:
-        """Probability that a right token scores above a wrong one, ties counted half."""
-        below, upto = torch.searchsorted(self.wrong, self.right), torch.searchsorted(self.wrong, self.right, right=True)
-        return float((below + upto).double().mean() / 2 / max(1, len(self.wrong)))
-
-    def at(self, threshold: float) -> Operating:
-        """What a δ means on the held-out tokens."""
-        stopped, lost = self.wrong.sigmoid() <= threshold, self.right.sigmoid() <= threshold
-        return Operating(
-            threshold, float(stopped.float().mean()), int(stopped.sum()) / max(1, int(stopped.sum() + lost.sum())),
-            1 - float(lost.float().mean()),
-        )  # fmt: skip
-
-    def threshold_for(self, recall: float) -> float:
-        """The least δ that stops at least this share of the held-out wrong tokens."""
-        return float(self.wrong.sigmoid()[max(0, math.ceil(recall * len(self.wrong)) - 1)])
-
-    def calibration(self, bins: int = 10) -> list[tuple[float, float, float]]:
-        """(mean sigmoid, share right, share of all) in each tenth of [0, 1]; right and wrong count alike as a whole, as they
-        do in training."""
-        score = torch.cat((self.right, self.wrong)).sigmoid()
-        weight = torch.cat((torch.full_like(self.right, 0.5 / len(self.right)), torch.full_like(self.wrong, 0.5 / len(self.wrong))))
-        is_right = torch.arange(len(score)) < len(self.right)
-        rows = []
-        for at in range(bins):
-            inside = (score * bins).long().clamp(max=bins - 1) == at
-            total = float(weight[inside].sum())
-            if total > 0:
-                share = float(weight[inside & is_right].sum()) / total
-                rows.append((float((score * weight)[inside].sum()) / total, share, total))
-        return rows
-
-
-class Operating(NamedTuple):
-    """A head at one δ, on held-out tokens."""
-
-    threshold: float
-    recall: float  # wrong tokens that are stopped
-    precision: float  # stopped tokens that are wrong
-    kept: float  # right tokens that are accepted
-
-
-def parts_of(labels: Tensor, questions: Tensor, generator: torch.Generator) -> Tensor:
-    """Divide questions into ten parts (fewer, where fewer have a mistake), those with a wrong token and the others alike.
-
-    Returns:
-        For each token, the part its question is in: [N].
-    """
-    with_mistake = questions[labels == WRONG].unique()
-    without = questions[~torch.isin(questions, with_mistake)].unique()
-    n = min(10, max(1, len(with_mistake)))
-    part = torch.zeros(int(questions.max()) + 1, dtype=torch.int64)
-    for kind in (with_mistake, without):
-        part[kind[torch.randperm(len(kind), generator=generator)]] = torch.arange(len(kind)) % n
-    return part[questions]
-
-
-def train_head(
-    states: Tensor,
-    labels: Tensor,
-    questions: Tensor,
-    seed: int = 0,
-    lr: float = 1e-4,
-    weight_decay: float = 0.1,
-    batch: int = 128,
-    max_epochs: int = 1000,
-    patience: int = 5,
-) -> TrainResult:
-    """Fit ten linear heads by weighted cross-entropy, each stopped early on another tenth of the *questions*; the result is
-    their mean.
-
-    Every token is scored by the one head that hasn't seen its question, so that all mistakes there are serve to choose δ by.
-    The heads are trained side by side, at the cost of one. Wrong tokens weigh n_right / n_wrong, which makes up for there
-    being about one in twenty. States are standardised, and the scale is folded back into the weights returned.
-
-    Args:
-        states: [N, D] fp32; labels: [N], RIGHT or WRONG; questions: [N], whose answer a token comes from.
-
-    Raises:
-        UserError: there are too few right or wrong tokens to learn from some and to test on others.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    part = parts_of(labels, questions, generator)
-    held = part == torch.arange(int(part.max()) + 1)[:, None]  # [heads, N]: the tokens that a head doesn't learn from
-    is_right = labels == RIGHT
-    enough = [all((side & kind).any() for side in (h, ~h) for kind in (is_right, ~is_right)) for h in held]
-    held = held[torch.tensor(enough)]  # a part may have no right token, where there are few
-    if not len(held):
-        here = " and ".join(
-            f"{int(kind.sum())} {name} ones of {len(questions[kind].unique())}"
-            for name, kind in (("right", is_right), ("wrong", ~is_right))
-        )
-        raise UserError(f"a head needs right tokens of at least two questions, and wrong ones of two; here are {here}")
-    ratio = (~held & is_right).sum(1) / (~held & ~is_right).sum(1)
-    weights = torch.where(is_right, 1.0, ratio[:, None])
-    mean, std = states.mean(0), states.std(0).clamp(min=1e-6)
-    x, y = (states - mean) / std, labels.float()
-    w = torch.zeros(len(held), states.shape[1], requires_grad=True)
-    b = torch.zeros(len(held), requires_grad=True)
-    optimizer = torch.optim.AdamW([w, b], lr=lr, weight_decay=weight_decay)
-
-    def losses(rows: Tensor, chosen: Tensor) -> Tensor:
-        scores = w @ x[rows].t() + b[:, None]
-        each = F.binary_cross_entropy_with_logits(scores, y[rows].expand_as(scores), weights[:, rows], reduction="none")
-        return (each * chosen[:, rows]).sum(1)
-
-    best_w, best_b, best_loss = torch.zeros_like(w), torch.zeros_like(b), torch.full_like(b, math.inf)
-    best_epoch, going = torch.zeros(len(held), dtype=torch.int64), torch.ones(len(held), dtype=torch.bool)
-    for epoch in range(1, max_epochs + 1):
-        for rows in torch.randperm(len(x), generator=generator).split(batch):
-            optimizer.zero_grad()
-            losses(rows, ~held).sum().div(batch).backward()
-            optimizer.step()
-        with torch.no_grad():
-            now = sum(losses(rows, held) for rows in torch.arange(len(x)).split(4096)) / held.sum(1)
-            better = going & (now < best_loss * 0.999)  # on states that a plane separates the loss would creep down for ever
-            best_w[better], best_b[better], best_loss[better], best_epoch[better] = w[better], b[better], now[better], epoch
-            going &= epoch - best_epoch < patience
-        if not going.any():
-            break
-    scores = torch.cat([(best_w @ rows.t() + best_b[:, None]).t() for rows in x.split(4096)])[held.t()]
-    which = labels.expand_as(held).t()[held.t()]
-    right, wrong = (scores[which == label].sort().values for label in (RIGHT, WRONG))
-    weight = best_w.mean(0) / std
-    return TrainResult(weight, float(best_b.mean() - weight @ mean), round(float(best_epoch.float().mean())), right, wrong)

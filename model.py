@@ -372,7 +372,7 @@ class Transformer(nn.Module):
         # never in fewer than 8 bits: that costs quality where it is least affordable
         self.output = make_linear(config.dim, local.vocab_size, False, "none" if quantization == "none" else "int8")
         self.judge_kind: str | None = None
-        self.judge_bias = self.judge_floor = 0.0
+        self.judge_bias = self.judge_floor = self.judge_log_p = 0.0
         self.block_steps: list[Callable[..., Tensor]] = [layer.step for layer in self._blocks()]
         self.compiled_steps = self.block_steps
         self.tie()
@@ -471,13 +471,14 @@ class Transformer(nn.Module):
         other.__dict__["_modules"] = dict(self._modules)
         return other
 
-    def fuse_judge(self, weight: Tensor, bias: float, kind: str, floor: float = 0.0) -> None:
+    def fuse_judge(self, weight: Tensor, bias: float, kind: str, floor: float = 0.0, log_p: float = 0.0) -> None:
         """Append a judge head, weight [D], to the output projection as row V; it takes the place of any that was there.
 
         Args:
             weight: fp32 row of the head f(h) = weight·h + bias.
             kind: ``pre_norm`` when h is the state before the final RMSNorm, ``post_norm`` when it is the state after it.
-            floor: the judge takes no token that the model gives less probability than this; kept for who applies the rule.
+            floor: the judge takes no token that the model gives less probability than this; kept for who applies the rule,
+            log_p: and so is what a token's log-probability counts.
 
         Raises:
             UserError: the final norm has a zero weight where a ``pre_norm`` head needs to look.
@@ -489,7 +490,7 @@ class Transformer(nn.Module):
                 raise UserError("a pre_norm head can't be fused: the model's final norm has a weight of 0")
             row = torch.where(gain == 0, 0.0, row / gain)
         self.output = cast(Linear | Int8Linear, self.output).with_judge(row, self.local.vocab_size)
-        self.judge_kind, self.judge_bias, self.judge_floor = kind, float(bias), floor
+        self.judge_kind, self.judge_bias, self.judge_floor, self.judge_log_p = kind, float(bias), floor, log_p
         self.tie()
 
     def pack(self) -> None:

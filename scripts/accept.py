@@ -30,7 +30,7 @@ from tqdm import tqdm
 import checkpoint
 from engine import Note, match_vocabulary
 from files import check_writable, read_jsonl, write_text
-from judge import Block, known, log_probabilities, verdict
+from judge import Block, judge_logits, known, log_probabilities, verdict
 from llm import DEMO, default_dtype, is_demo
 from model import Reader, Transformer
 from page import Passage, Span, describe, page, token_texts
@@ -77,9 +77,10 @@ def read_block(target: Reader, draft: Reader | None, text: Text) -> Block:
         if draft is not None:
             own = draft.model.logits(draft.read(text.prompt + text.answer[:-1])[len(text.prompt) - 1 :])[0]
             own = match_vocabulary(own, logits.shape[-1]).cpu()
-    judge = None if judge is None else judge[1:].cpu()
     logits = logits[:-1].cpu()
-    return Block(ids, logits.argmax(-1), logits, own, judge, log_probabilities(logits, ids), target.model.judge_floor)
+    log_p = log_probabilities(logits, ids)
+    z = None if judge is None else judge_logits(target.model, judge[1:].cpu(), log_p)
+    return Block(ids, logits.argmax(-1), logits, own, z, log_p, target.model.judge_floor)
 
 
 def mean_accepted(flags: Sequence[Sequence[bool]], M: int) -> float:

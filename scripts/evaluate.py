@@ -161,7 +161,7 @@ def identity(args, contender: Contender) -> str:
     who = contender.name if contender.name in ("plain", "draft") else contender.verify
     parts = [who, repr(contender.threshold), f"M={draft_len(args, contender)}"]
     if head is not None:
-        parts.append(digest([head.weight.tolist(), head.bias, head.kind, head.floor]))
+        parts.append(digest([head.weight.tolist(), head.bias, head.kind, head.floor, *([head.log_p] if head.log_p else [])]))
     return " ".join(parts)
 
 
@@ -262,7 +262,7 @@ def build_engines(args, contenders: list[Contender], max_len: int, pair: checkpo
             continue
         judging = target if c.head is None else target.twin()
         if c.head is not None:
-            judging.fuse_judge(c.head.weight, c.head.bias, c.head.kind, c.head.floor)
+            c.head.fuse(judging)
         engines[c.name] = Engine(
             judging, draft, draft_len=draft_len(args, c), verify=c.verify, threshold=c.threshold, max_len=max_len,
             caches=caches,

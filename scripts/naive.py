@@ -24,10 +24,10 @@ def is_greedy(model: Transformer, prompt: list[int], tokens: list[int]) -> bool:
     return said.tolist() == tokens
 
 
-def verdict(target: Transformer, head: Head, state: Tensor) -> float:
-    """The judge's probability that a token is right, from the target's state [D] at it before the final norm."""
+def verdict(target: Transformer, head: Head, state: Tensor, log_p: Tensor) -> float:
+    """The judge's probability that a token is right, from the target's state [D] at it before the final norm, and its log_p."""
     seen = target.norm(state) if head.kind == "post_norm" else state
-    return float(torch.sigmoid(seen @ head.weight + head.bias))
+    return float(torch.sigmoid(seen @ head.weight + head.bias + head.log_p * log_p))
 
 
 def judged(
@@ -44,8 +44,10 @@ def judged(
             states = target.hidden(torch.tensor([[*ids, token]]))[0]
             before = target.logits(states)[0][-2]  # of what follows ids
             said = int(before.argmax()) == token
-            likely = head is not None and float(before.softmax(-1)[token]) >= head.floor
-            if not drafts_left or not said and not (head is not None and likely and verdict(target, head, states[-1]) > delta):
+            log_p = before.log_softmax(-1)[token]
+            likely = head is not None and float(log_p.exp()) >= head.floor
+            right = head is not None and likely and verdict(target, head, states[-1], log_p) > delta
+            if not drafts_left or not (said or right):
                 break
             ids.append(token)
             who.append(STANDARD if said else RULE)

@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
-from judge import log_probabilities
+from judge import judge_logits, log_probabilities
 from linear import JUDGE_ROWS, MODES, Int4Linear, Int8Linear, quantized
 from model import Reader, Transformer
 
@@ -55,17 +55,17 @@ def read(model: Transformer, texts: list[Text], name: str) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {"log_p": [], "best": [], "judge": []}
     for text in tqdm(texts, desc=name, unit="answer", disable=None):
         logits, judge = model.logits(reader.read(text.prompt + text.answer)[len(text.prompt) - 1 :])
-        found["log_p"].append(log_probabilities(logits[:-1], torch.tensor(text.answer)))
+        found["log_p"].append(log_p := log_probabilities(logits[:-1], torch.tensor(text.answer)))
         found["best"].append(logits[:-1].argmax(-1))
         if judge is not None:
-            found["judge"].append(judge[1:])
+            found["judge"].append(judge_logits(model, judge[1:], log_p))
     return {key: torch.cat(parts) for key, parts in found.items() if parts}
 
 
 def with_a_plain_row(model: Transformer, head) -> Transformer:
     """The int8 model with the judge's row rounded like any other, for comparison with what ``with_judge`` makes of it."""
     twin = model.twin()
-    twin.fuse_judge(head.weight, head.bias, head.kind, head.floor)
+    head.fuse(twin)
     output = twin.output
     assert isinstance(output, Int8Linear)
     output.scale.data[-JUDGE_ROWS + 1 :] = 0  # the rows that hold what rounding took

@@ -37,9 +37,10 @@ from tqdm import tqdm
 from checkpoint import fingerprint, load_model
 from engine import Engine
 from files import replacing, write_json, write_jsonl, write_text
-from judge import Head, Tuple, as_features, labels_of, read_labels, read_states, train_head
+from judge import Head, Tuple, read_labels
 from model import Config, Transformer
 from tokenizer import Tokenizer, load_tokenizer
+from training import as_features, labels_of, read_states, train_head
 from writer import save_checkpoint
 
 BOS, EOS = 1, 2
@@ -482,7 +483,7 @@ def train_judge(pair: Path, seed: int, unseen: frozenset[str]) -> None:
         tuples = make_tuples(load_model(pair / "draft", torch.float32), tokenizer, seed, unseen)
         write_jsonl(path, [item._asdict() for item in tuples])
     target, examples = load_model(pair / "target", torch.float32), read_labels(path, tokenizer)
-    states = as_features(target, read_states(target, examples), "post_norm")
+    states = as_features(target, read_states(target, examples).states, "post_norm")
     # ten times the published rate: on so small a model's states the fit is the same, and there ten times sooner
     result = train_head(states, *labels_of(examples), seed=seed, lr=1e-3)
     Head(result.weight, result.bias, "post_norm", "demo/target", fingerprint(pair / "target")).save(pair / "judge.pt")

@@ -21,44 +21,38 @@ quiet_start(__name__)
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
 from files import check_writable, remove, replacing
-from judge import (
-    KINDS,
-    LABEL_RULES,
-    WRONG,
-    Head,
-    TrainResult,
-    as_features,
-    labels_of,
-    read_labels,
-    read_states,
-    train_head,
-)
+from judge import KINDS, LABEL_RULES, WRONG, Head, read_labels
 from llm import DEMO, default_dtype, is_demo
 from tp import Ranks, ranks_of, same, together, told
+from training import Seen, TrainResult, as_features, labels_of, read_states, train_head
 
 THRESHOLDS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
 
 
-def cached_states(path: Path, key: str) -> Tensor | None:
-    """The states that an earlier run wrote for the same ``key``, undamaged."""
+def cached_states(path: Path, key: str) -> Seen | None:
+    """What an earlier run wrote for the same ``key``, undamaged."""
     remove(path.with_name(path.name + ".partial"))  # of one that was killed
     try:
         with safe_open(path, framework="pt") as file:
-            metadata, states = file.metadata() or {}, file.get_tensor("states")
+            metadata, seen = file.metadata() or {}, Seen(*map(file.get_tensor, Seen._fields))
     except (FileNotFoundError, SafetensorError):
         return None
-    return states if metadata == {"key": key, "crc32": str(checkpoint.checksum(states))} else None
+    return seen if metadata == {"key": key, "crc32": checksums(seen)} else None
 
 
-def keep_states(path: Path, key: str, states: Tensor) -> None:
-    """Write states for ``cached_states`` to find."""
+def checksums(seen: Seen) -> str:
+    """One for each tensor, as text."""
+    return " ".join(str(checkpoint.checksum(tensor)) for tensor in seen)
+
+
+def keep_states(path: Path, key: str, seen: Seen) -> None:
+    """Write what the target saw for ``cached_states`` to find."""
     with replacing(path) as partial:
-        save_file({"states": states}, partial, {"key": key, "crc32": str(checkpoint.checksum(states))})
+        save_file(seen._asdict(), partial, {"key": key, "crc32": checksums(seen)})
 
 
 def report(result: TrainResult, recall: float, threshold: float) -> str:
@@ -128,25 +122,29 @@ def run(args, ranks: Ranks) -> None:
     path = args.states or args.labels.with_name(f"{args.labels.name}.{pair.target.name}.{args.dtype}.{args.label_rule}.states")
     model, _ = pair.load(checkpoint.DTYPES[args.dtype], args.device)
     same("set of labels", key)
-    states = cached_states(path, key) if ranks.rank == 0 else None
-    if not told(lambda: states is not None):
-        states = read_states(model, examples, lambda rows: tqdm(rows, desc="states", unit="answer", disable=None))
+    seen = cached_states(path, key) if ranks.rank == 0 else None
+    if not told(lambda: seen is not None):
+        seen = read_states(model, examples, lambda rows: tqdm(rows, desc="states", unit="answer", disable=None))
         if ranks.rank == 0:
-            keep_states(path, key, states)
+            keep_states(path, key, seen)
             print(f"the target's states are kept in {path}", file=sys.stderr)
     if ranks.rank:
         return
-    assert states is not None
+    assert seen is not None
     labels, questions = labels_of(examples)
-    result = train_head(as_features(model, states, args.kind), labels, questions, seed=args.seed, lr=args.lr)
+    features = as_features(model, seen.states, args.kind)
+    result = train_head(features, labels, questions, seen.log_p, seen.own, seed=args.seed, lr=args.lr)
     threshold = result.threshold_for(args.recall)
-    Head(result.weight, result.bias, args.kind, pair.target.name, mark, threshold, args.label_rule, args.floor).save(args.out)
-    print(f"{len(labels)} tokens, {int((labels == WRONG).sum())} of them wrong; {result.epochs} epochs\n"
+    made_for = args.kind, pair.target.name, mark, threshold, args.label_rule, args.floor
+    Head(result.weight, result.bias, *made_for, result.log_p).save(args.out)
+    print(f"{len(labels)} tokens, {int((labels == WRONG).sum())} of them wrong; {result.epochs} epochs"
+          + (f"; a log-probability counts {result.log_p:.2f}" if result.log_p else "") + "\n"
           + report(result, args.recall, threshold), file=sys.stderr if args.json else sys.stdout)  # fmt: skip
     if args.json:
         print(json.dumps({
             "tokens": len(labels), "wrong": int((labels == WRONG).sum()), "epochs": result.epochs, "auc": result.auc,
-            "threshold": threshold, "at_0.5": result.at(0.5)._asdict(), "at_threshold": result.at(threshold)._asdict(),
+            "log_p": result.log_p, "threshold": threshold, "at_0.5": result.at(0.5)._asdict(),
+            "at_threshold": result.at(threshold)._asdict(),
             "calibration": result.calibration(),
         }))  # fmt: skip
 

@@ -44,12 +44,13 @@ def test_mean_accepted_by_hand():
 
 def test_a_text_as_one_block_is_read_at_the_right_places():
     target, draft = tiny(), tiny(seed=1)
-    target.fuse_judge(torch.randn(48, generator=torch.Generator().manual_seed(0)), 0.1, "post_norm", 1e-3)
+    target.fuse_judge(torch.randn(48, generator=torch.Generator().manual_seed(0)), 0.1, "post_norm", 1e-3, 0.5)
     prompt, answer = [5, 6, 7], [9, 11, 2, 40]
     block = accept.read_block(Reader(target, 20), Reader(draft, 20), accept.Text("q", prompt, answer))
     whole, judged = target.logits(target.hidden(torch.tensor([prompt + answer]))[0])
     torch.testing.assert_close(block.logits, whole[2:6])
-    torch.testing.assert_close(block.judge, judged[3:7])  # read at each token's own place
+    log_p = whole[2:6].log_softmax(-1)[torch.arange(4), torch.tensor(answer)]
+    torch.testing.assert_close(block.judge, judged[3:7] + 0.5 * log_p)  # read at each token's own place
     torch.testing.assert_close(block.draft_logits, draft(torch.tensor([prompt + answer]))[0, 2:6])
     assert block.drafted.tolist() == answer and block.floor == 1e-3
 

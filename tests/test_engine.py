@@ -50,11 +50,14 @@ def test_plain_standard_and_delta_one_are_one_text(name):
 
 @pytest.mark.parametrize("M", [1, 4, 9])
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:2], PROMPT[:1]])
-@pytest.mark.parametrize("kind, floor", [("post_norm", 0.0), ("pre_norm", 0.0), ("post_norm", 0.004)])
-def test_judge_decoding_equals_the_naive_one(M, prompt, kind, floor):
+@pytest.mark.parametrize(
+    "kind, floor, log_p", [("post_norm", 0.0, 0.0), ("pre_norm", 0.0, 0.0), ("post_norm", 0.004, 0.0), ("post_norm", 0.0, 0.7)]
+)
+def test_judge_decoding_equals_the_naive_one(M, prompt, kind, floor, log_p):
     target, draft = tiny(), tiny(seed=3, num_hidden_layers=1)
-    head = Head(torch.randn(48, generator=torch.Generator().manual_seed(5)), 0.3, kind, "t", "", floor=floor)
-    target.fuse_judge(head.weight, head.bias, head.kind, head.floor)
+    weight = torch.randn(48, generator=torch.Generator().manual_seed(5))
+    head = Head(weight, 0.3 + 4 * log_p, kind, "t", "", floor=floor, log_p=log_p)  # log-probabilities here are about -4
+    head.fuse(target)
     expected = judged(target, draft, prompt, 60, M, head, 0.5)
     got = decode(Engine(target, draft, draft_len=M, verify="judge", threshold=0.5, max_len=80), prompt, 60)
     assert (got[0], got[1]) == (expected[0][:60], expected[1][:60])

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import judge
+import training
 from errors import UserError
 from judge import IGNORE, RIGHT, WRONG, Block, Head
 from tokenizer import load_tokenizer
@@ -242,7 +243,7 @@ def test_alternatives_are_read_in_the_answers_stead(tmp_path):
     assert own.answer == ANSWER and own.prompt == TOKENIZER.encode_question("q")
     assert (first.answer, first.labels) == ([ANSWER[1]], [RIGHT])
     assert (second.answer, second.labels) == ([*ANSWER[:2], ANSWER[0]], [IGNORE, IGNORE, WRONG])
-    labels, questions = judge.labels_of(examples)
+    labels, questions = training.labels_of(examples)
     assert labels.tolist() == [RIGHT, RIGHT, WRONG] * 3 and questions.tolist() == [0] * 3 + [1] * 3 + [0] * 3
 
 
@@ -257,22 +258,28 @@ def test_training_finds_a_direction_and_folds_the_scale_back(kind):
         if q % 2:
             answer[6], labels[6:] = 7, [WRONG] + [IGNORE] * 5
         examples.append(judge.Example(q, [1, 2, 3], answer, labels))
-    states = judge.as_features(model, judge.read_states(model, examples), kind)
-    labels, questions = judge.labels_of(examples)
+    seen = training.read_states(model, examples)
+    whole = torch.stack([model(torch.tensor([e.prompt + e.answer]))[0, 2:-1] for e in examples])
+    tokens, used = torch.tensor([e.answer for e in examples]), torch.tensor([e.labels for e in examples]) != IGNORE
+    wanted = whole.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(seen.log_p, wanted[used])
+    assert torch.equal(seen.own, (whole.argmax(-1) == tokens)[used])
+    states = training.as_features(model, seen.states, kind)
+    labels, questions = training.labels_of(examples)
     assert len(states) == 40 * 12 + 40 * 7 and int((labels == WRONG).sum()) == 40
-    result = judge.train_head(states, labels, questions, lr=1e-2, batch=64, max_epochs=12)
-    again = judge.train_head(states, labels, questions, lr=1e-2, batch=64, max_epochs=12)
+    result = training.train_head(states, labels, questions, lr=1e-2, batch=64, max_epochs=12)
+    again = training.train_head(states, labels, questions, lr=1e-2, batch=64, max_epochs=12)
     assert torch.equal(result.weight, again.weight)  # deterministic
     score = states @ result.weight + result.bias
     assert (score[labels == WRONG] < 0).float().mean() > 0.9
     assert (score[labels == RIGHT] > 0).float().mean() > 0.9
     assert result.auc > 0.9
     with pytest.raises(UserError, match="0 wrong"):
-        judge.train_head(states, torch.ones_like(labels), questions)
+        training.train_head(states, torch.ones_like(labels), questions)
 
 
 def result_of(right, wrong):
-    return judge.TrainResult(torch.zeros(1), 0.0, 1, torch.tensor(right).sort().values, torch.tensor(wrong).sort().values)
+    return training.TrainResult(torch.zeros(1), 0.0, 1, torch.tensor(right).sort().values, torch.tensor(wrong).sort().values)
 
 
 def test_auc_by_hand():
@@ -319,7 +326,7 @@ def separable(n_questions, n_wrong):
 @pytest.mark.parametrize("n_wrong", [2, 3, 23])
 def test_even_a_few_mistakes_are_on_both_sides_of_the_split(n_wrong):
     for seed in range(5):
-        result = judge.train_head(*separable(23, n_wrong), seed=seed, lr=1e-2, max_epochs=3)
+        result = training.train_head(*separable(23, n_wrong), seed=seed, lr=1e-2, max_epochs=3)
         assert len(result.wrong) >= 1 and len(result.right) >= 1
         assert 0 <= result.threshold_for(0.9) <= 1 and result.calibration()
 
@@ -328,18 +335,57 @@ def test_every_token_is_scored_by_a_head_that_has_not_seen_its_question():
     questions = torch.arange(40).repeat_interleave(6)
     labels = torch.where(torch.randperm(40, generator=torch.Generator().manual_seed(1))[questions] < 20, RIGHT, WRONG)
     states = torch.nn.functional.one_hot(questions).float()  # each question can be learnt by heart, and tells nothing of others
-    result = judge.train_head(states, labels, questions, lr=1e-2, max_epochs=50)
+    result = training.train_head(states, labels, questions, lr=1e-2, max_epochs=50)
     assert len(result.wrong) == len(result.right) == 120
     by_heart = states @ result.weight + result.bias
     assert by_heart[labels == RIGHT].min() > by_heart[labels == WRONG].max()
     assert result.auc < 0.7
 
 
+def test_what_a_log_probability_counts_is_found():
+    """Where half of what makes a token right shows in its log-probability alone."""
+    generator = torch.Generator().manual_seed(0)
+    states, shown, hidden = (torch.randn(3000, n, generator=generator) for n in (8, 1, 1))
+    states[:, :1] = shown
+    log_p = -4 + hidden[:, 0]
+    labels = (shown + hidden)[:, 0].add(torch.randn(3000, generator=generator) / 2).gt(0).long()
+    questions, own = torch.arange(3000) // 5, torch.zeros(3000, dtype=torch.bool)
+    without = training.train_head(states, labels, questions, lr=1e-2)
+    result = training.train_head(states, labels, questions, log_p, own, lr=1e-2)
+    assert torch.equal(without.weight, result.weight) and without.log_p == 0
+    assert 0.7 < result.log_p / float(result.weight[0]) < 1.5 and result.auc > without.auc + 0.1
+    score = (states @ result.weight + result.bias + result.log_p * log_p).sigmoid()
+    assert abs(float((score > 0.5).long().eq(labels).float().mean()) - result.auc) < 0.1  # the shift is in the bias
+    own[labels == RIGHT] = torch.rand(int((labels == RIGHT).sum()), generator=generator) < 0.5
+    log_p = torch.where(own, -0.01, log_p)  # sure of its own tokens, which say nothing of the others
+    assert abs(training.train_head(states, labels, questions, log_p, own, lr=1e-2).log_p - result.log_p) < 0.4
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1.0, 30.0]), st.booleans())
+@settings(deadline=None, max_examples=25)
+def test_a_log_probability_counts_for_a_token_or_not_at_all(seed, spread, divides):
+    generator = torch.Generator().manual_seed(seed)
+    scores, log_p = torch.randn(200, generator=generator), -spread * torch.rand(200, generator=generator)
+    is_right = log_p > -spread / 2 if divides else torch.rand(200, generator=generator) < 0.5
+    c, shift = training.weigh_log_p(scores, log_p, is_right)
+    assert math.isfinite(c) and math.isfinite(shift) and c >= 0 and (c > 0 or shift == 0)
+    if divides:
+        assert c > 0 and training.weigh_log_p(scores, log_p, ~is_right) == (0.0, 0.0)
+
+
+def test_too_few_tokens_say_nothing_of_log_probabilities():
+    few = training.LEAST - 1
+    for n_right, n_wrong, some in ((few, 100, False), (100, few, False), (few + 1, few + 1, True)):
+        is_right = torch.arange(n_right + n_wrong) < n_right
+        c, _ = training.weigh_log_p(torch.zeros(len(is_right)), torch.where(is_right, -1.0, -3.0), is_right)
+        assert (c > 0) == some
+
+
 def test_the_heads_are_what_each_would_be_alone():
     states, labels, questions = separable(24, 12)
     options = {"lr": 1e-2, "batch": 4096, "patience": 1000, "max_epochs": 7}
-    result = judge.train_head(states, labels, questions, **options)
-    part = judge.parts_of(labels, questions, torch.Generator().manual_seed(0))
+    result = training.train_head(states, labels, questions, **options)
+    part = training.parts_of(labels, questions, torch.Generator().manual_seed(0))
     mean, std = states.mean(0), states.std(0)
     x, weights, biases = (states - mean) / std, [], []
     for i in range(10):
@@ -364,12 +410,12 @@ def test_the_heads_are_what_each_would_be_alone():
 @pytest.mark.parametrize("n_wrong", [0, 1])
 def test_too_few_mistakes_are_told(n_wrong):
     with pytest.raises(UserError, match="at least two questions"):
-        judge.train_head(*separable(20, n_wrong))
+        training.train_head(*separable(20, n_wrong))
 
 
 def test_answers_without_a_label_are_told():
     with pytest.raises(UserError, match="no token"):
-        judge.read_states(tiny(), [judge.Example(0, [1, 2], [3, 4], [IGNORE, IGNORE])])
+        training.read_states(tiny(), [judge.Example(0, [1, 2], [3, 4], [IGNORE, IGNORE])])
 
 
 def test_a_damaged_head_is_one_line_whatever_the_damage(tmp_path):
@@ -391,6 +437,8 @@ def test_a_damaged_head_is_one_line_whatever_the_damage(tmp_path):
         ("bias", "x"),
         ("threshold", "x"),
         ("floor", None),
+        ("log_p", math.nan),
+        ("log_p", "a"),
         ("weight", torch.arange(8)),
         ("kind", 3),
         ("bias", math.nan),

@@ -39,7 +39,8 @@ def decode(case, folder, ranks, check=False):
     """Tokens of one case, and the logits and verdicts of the whole text."""
     load = lambda name, ranks: checkpoint.load_model(folder / name, torch.float32, "cpu", ranks, case.get("quantize", "none"))  # noqa: E731
     target = load(case["target"], ranks)
-    target.fuse_judge(torch.randn(64, generator=torch.Generator().manual_seed(5)) / 8, 0.3, case.get("kind", "post_norm"), 1e-4)
+    weight = torch.randn(64, generator=torch.Generator().manual_seed(5)) / 8
+    target.fuse_judge(weight, 0.3, case.get("kind", "post_norm"), 1e-4, 0.2)
     draft = load(case["draft"], Ranks() if case.get("whole_draft") else ranks) if "draft" in case else None
     engine = Engine(
         target, draft, draft_len=5, verify=case.get("verify", "standard"), threshold=case.get("threshold", 0.5),
