@@ -71,12 +71,12 @@ class TrainResult(NamedTuple):
     right: Tensor  # scores of the right tokens, ascending
     wrong: Tensor  # the same of the wrong ones
     log_p: float = 0.0  # what a token's log-probability adds to its score
+    auc_without: float = math.nan  # auc of w·h + b alone
 
     @property
     def auc(self) -> float:
-        """Probability that a right token scores above a wrong one, ties counted half."""
-        below, upto = torch.searchsorted(self.wrong, self.right), torch.searchsorted(self.wrong, self.right, right=True)
-        return float((below + upto).double().mean() / 2 / max(1, len(self.wrong)))
+        """Probability that a right token scores above a wrong one."""
+        return auc_of(self.right, self.wrong)
 
     def at(self, threshold: float) -> Operating:
         """What a δ means on the held-out tokens."""
@@ -113,6 +113,12 @@ class Operating(NamedTuple):
     recall: float  # wrong tokens that are stopped
     precision: float  # stopped tokens that are wrong
     kept: float  # right tokens that are accepted
+
+
+def auc_of(right: Tensor, wrong: Tensor) -> float:
+    """Probability that a number of ``right`` is above one of ``wrong``, both ascending; ties are counted half."""
+    below, upto = torch.searchsorted(wrong, right), torch.searchsorted(wrong, right, right=True)
+    return float((below + upto).double().mean() / 2 / max(1, len(wrong)))
 
 
 def parts_of(labels: Tensor, questions: Tensor, generator: torch.Generator) -> Tensor:
@@ -222,11 +228,15 @@ def train_head(
             break
     scores = torch.cat([(best_w @ rows.t() + best_b[:, None]).t() for rows in x.split(4096)])[held.t()]
     token = torch.arange(len(x)).expand_as(held).t()[held.t()]
-    c = shift = 0.0
+
+    def by_label() -> tuple[Tensor, Tensor]:
+        right, wrong = (scores[labels[token] == label].sort().values for label in (RIGHT, WRONG))
+        return right, wrong
+
+    c, shift, without = 0.0, 0.0, auc_of(*by_label())
     if log_p is not None and own is not None:
         disputed = ~own[token]
         c, shift = weigh_log_p(scores[disputed], log_p[token][disputed], is_right[token][disputed])
         scores = scores + c * log_p[token] + shift
-    right, wrong = (scores[labels[token] == label].sort().values for label in (RIGHT, WRONG))
     weight, epochs = best_w.mean(0) / std, round(float(best_epoch.float().mean()))
-    return TrainResult(weight, float(best_b.mean() - weight @ mean) + shift, epochs, right, wrong, c)
+    return TrainResult(weight, float(best_b.mean() - weight @ mean) + shift, epochs, *by_label(), c, without)

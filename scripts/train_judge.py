@@ -137,13 +137,14 @@ def run(args, ranks: Ranks) -> None:
     threshold = result.threshold_for(args.recall)
     made_for = args.kind, pair.target.name, mark, threshold, args.label_rule, args.floor
     Head(result.weight, result.bias, *made_for, result.log_p).save(args.out)
-    print(f"{len(labels)} tokens, {int((labels == WRONG).sum())} of them wrong; {result.epochs} epochs"
-          + (f"; a log-probability counts {result.log_p:.2f}" if result.log_p else "") + "\n"
+    counts = f"; a log-probability counts {result.log_p:.2f} (without it AUC {result.auc_without:.3f})" if result.log_p else ""
+    print(f"{len(labels)} tokens, {int((labels == WRONG).sum())} of them wrong; {result.epochs} epochs{counts}\n"
           + report(result, args.recall, threshold), file=sys.stderr if args.json else sys.stdout)  # fmt: skip
     if args.json:
         print(json.dumps({
             "tokens": len(labels), "wrong": int((labels == WRONG).sum()), "epochs": result.epochs, "auc": result.auc,
-            "log_p": result.log_p, "threshold": threshold, "at_0.5": result.at(0.5)._asdict(),
+            "log_p": result.log_p, "auc_without_log_p": result.auc_without, "threshold": threshold,
+            "at_0.5": result.at(0.5)._asdict(),
             "at_threshold": result.at(threshold)._asdict(),
             "calibration": result.calibration(),
         }))  # fmt: skip
