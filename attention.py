@@ -10,6 +10,7 @@ A key head's rows are its G * T queries, token by token.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -116,13 +117,16 @@ def _on_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, positions: Tensor) -
 
     (T, H, C), (K, S, _) = q.shape, k.shape
     rows, bucket = T * H // K, 1 << (S - 1).bit_length()
-    late = torch.arange(S - T, S, device=q.device).clamp(min=0)  # as late as can be: an engine warms up on an empty text
 
     def plans() -> list[Plan]:
         return plans_for(K, rows, bucket, kernels.processors_of(q.device))
 
+    @functools.cache
+    def late() -> Tensor:  # positions as late as can be: an engine warms up on an empty text, which no bucket is for
+        return torch.arange(S - T, S, device=q.device).clamp(min=0)
+
     shape = "attention", q.device, q.dtype, K, H, C, kernels.block_t(rows), bucket
-    return by(kernels.fastest(shape, plans, lambda way: by(way, q, k, v, mask, late)), q, k, v, mask, positions)
+    return by(kernels.fastest(shape, plans, lambda way: by(way, q, k, v, mask, late())), q, k, v, mask, positions)
 
 
 # an operation of its own, as in ``linear``. Its tag lets compiled code hand over the caches as they lie: without one it would copy
