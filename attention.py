@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 
 def plan_for(heads: int, rows: int, S: int, processors: int, block_r: int = 0, block_s: int = 64) -> Plan:
-    """A plan for ``processors`` multiprocessors: at most two programs for each of them, and no more parts than pay.
+    """A plan for ``processors`` multiprocessors: about two programs for each of them, and no more parts than pay.
 
     A part reads 4 C S / parts bytes of keys and values in 16 bits, and who combines them 4 C parts * rows of sums in fp32: together
     that is least where the parts are the root of S / rows.
