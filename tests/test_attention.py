@@ -72,8 +72,8 @@ CUTS = [
 @pytest.mark.parametrize("K, G", HEADS)
 def test_it_is_attention(K, G):
     at = HEADS.index((K, G))
-    for T, S, first, *cut in (CUTS[at % len(CUTS)], CUTS[(at + 3) % len(CUTS)]):
-        args = operands(K, G, T, S, 128 if K < 8 else 64, first)
+    for T, S, first, *cut in (CUTS[(at + i) % len(CUTS)] for i in ((0, 3) if K < 8 else (0,))):  # the interpreter is slow
+        args = operands(K, G, T, S, 128, first)
         out = by_kernel(args, Plan(*cut))
         assert out.dtype == torch.float16 and is_near(out, args), (T, S, first, cut)
 
