@@ -1,17 +1,17 @@
-"""The product of a few rows with an int8 weight on CUDA, as one Triton kernel; imported only where it is used.
+"""What few rows need on CUDA, in Triton: the product with an int8 weight, and attention over the cache; imported only where used.
 
 At batch 1 a pass costs the bytes it reads, and the plain expression, which widens the weight to 16 bits in memory first, reads
-and writes five bytes for each of the weight's. This kernel reads the weight once, widens it in registers and multiplies on the
+and writes five bytes for each of the weight's. ``int8_rows`` reads the weight once, widens it in registers and multiplies on the
 tensor cores: the weight's rows are the product's rows, so that one row of x, filled up to sixteen columns, is no waste of what
 is scarce. Where the weight is too small to keep every multiprocessor busy its inputs are divided (split-K): each part's sums go
 to memory that stays in the second-level cache, and the program that comes last adds them up in their order, so that a result
-never depends on who was first.
+never depends on who was first. ``few_queries`` divides attention's keys in the same way; how it is cut up is ``attention.py``'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+P = TypeVar("P")
 MOST_ROWS = 64  # of x: more are cheaper by the plain expression
 
 
@@ -55,6 +56,69 @@ def int8_rows(
         if HAS_BIAS:
             total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+UNSEEN = tl.constexpr(-1e30)  # the largest score of a row that has seen no key yet: finite, so that differences of two are numbers
+
+
+@triton.jit
+def few_queries(
+    q, k, v, positions, out, sums, arrived, T, k_head, v_head, share, scale, G: tl.constexpr, C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """out [T, K, G, C] = attention of q [T, K, G, C] over k, v [K, S, C], for BLOCK_R of a head's T * G rows and ``share`` keys.
+
+    ``scale`` is that of scores in powers of two; PARTS is SPLIT, filled up to a power of two.
+    """
+    head, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, R = tl.num_programs(0), T * G
+    row, c = block * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, C)
+    own = (row < R)[:, None]
+    sees = tl.load(positions + row // G, mask=row < R, other=0).to(tl.int32)  # the last key that a row sees
+    last = tl.max(sees, 0)
+    used = last // share + 1  # parts that hold a key which one of the rows sees
+    if part >= used:
+        return
+    place = ((row // G * heads + head) * G + row % G)[:, None] * C + c[None, :]
+    queries = tl.load(q + place, mask=own, other=0.0)
+    top, total = tl.full((BLOCK_R,), UNSEEN, tl.float32), tl.zeros((BLOCK_R,), tl.float32)
+    values = tl.zeros((BLOCK_R, C), tl.float32)
+    for start in range(part * share, tl.minimum((part + 1) * share, last + 1), BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        keys = tl.load(k + head.to(tl.int64) * k_head + s[None, :] * C + c[:, None], mask=(s <= last)[None, :], other=0.0)
+        scores = tl.where(s[None, :] <= sees[:, None], tl.dot(queries, keys) * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights, keep = tl.exp2(scores - higher[:, None]), tl.exp2(top - higher)
+        top, total = higher, total * keep + tl.sum(weights, 1)
+        found = tl.load(v + head.to(tl.int64) * v_head + s[:, None] * C + c[None, :], mask=(s <= last)[:, None], other=0.0)
+        values = tl.dot(weights.to(found.dtype), found, values * keep[:, None])
+    if used == 1:
+        tl.store(out + place, (values / total[:, None]).to(out.dtype.element_ty), mask=own)
+        return
+    tops = sums + SPLIT * heads * R * C  # behind the values: each row's largest score, and behind those its sum of weights
+    totals = tops + SPLIT * heads * R
+    mine = (part * heads + head) * R + row
+    tl.store(sums + mine[:, None] * C + c[None, :], values, mask=own)
+    tl.store(tops + mine, top, mask=row < R)
+    tl.store(totals + mine, total, mask=row < R)
+    tl.debug_barrier()  # all that the program found is written before it says so
+    counter = arrived + block * heads + head
+    if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+        tl.store(counter, 0)  # ready for the next kernel
+        parts = tl.arange(0, PARTS)
+        for first in range(0, tl.minimum(BLOCK_R, R - block * BLOCK_R), AT_ONCE):
+            r = block * BLOCK_R + first + tl.arange(0, AT_ONCE)
+            of = (parts[:, None] * heads + head) * R + r[None, :]
+            there = (parts < used)[:, None] & (r < R)[None, :]
+            highest = tl.load(tops + of, mask=there, other=UNSEEN, cache_modifier=".cg")
+            sum_of = tl.load(totals + of, mask=there, other=1.0, cache_modifier=".cg")
+            of_part = tl.load(sums + of[:, :, None] * C + c, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+            share_of = tl.exp2(highest - tl.max(highest, 0)[None, :])
+            mean = tl.sum(of_part * share_of[:, :, None], 0) / tl.sum(sum_of * share_of, 0)[:, None]
+            tl.store(
+                out + ((r // G * heads + head) * G + r % G)[:, None] * C + c[None, :],
+                mean.to(out.dtype.element_ty), mask=(r < R)[:, None],
+            )  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -138,7 +202,7 @@ def plans_for(N: int, K: int, processors: int) -> list[Plan]:
     return [plan_for(N, K, processors, block_n, block_k) for block_n, block_k in ((64, 128), (32, 128), (64, 256), (128, 128))]
 
 
-def seconds(product: Callable[[], Tensor]) -> float:
+def seconds(run: Callable[[], Tensor]) -> float:
     """Median of seven runs on the current device, its second-level cache emptied before each, as other layers would."""
     flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
     times = []
@@ -146,14 +210,25 @@ def seconds(product: Callable[[], Tensor]) -> float:
         flush.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        product()
+        run()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return sorted(times[2:])[3]  # the first ones compile
 
 
-_chosen: dict[tuple[Any, ...], Plan | None] = {}  # None: the plain expression
+def processors_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_chosen: dict[tuple[Any, ...], Any] = {}
+
+
+def fastest(shape: tuple[Any, ...], plans: Callable[[], list[P]], run: Callable[[P | None], Tensor]) -> P | None:
+    """The plan that ``run`` is fastest by, or None where that is PyTorch's own way; measured when a shape is first met."""
+    if shape not in _chosen:
+        _chosen[shape] = min([None, *plans()], key=lambda way: seconds(lambda: run(way)))
+    return _chosen[shape]
 
 
 def int8_linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -161,12 +236,12 @@ def int8_linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     (T, K), N = x.shape, weight.shape[0]
     if T > MOST_ROWS or x.dtype == torch.float32:
         return plain(x, weight, scale, bias)
-    key = x.device, x.dtype, block_t(T), N, K
-    if key not in _chosen:
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-        ways: list[Plan | None] = [None, *plans_for(N, K, processors)]
-        _chosen[key] = min(ways, key=lambda way: seconds(lambda: by(way, x, weight, scale, bias)))
-    return by(_chosen[key], x, weight, scale, bias)
+
+    def plans() -> list[Plan]:
+        return plans_for(N, K, processors_of(x.device))
+
+    way = fastest(("int8", x.device, x.dtype, block_t(T), N, K), plans, lambda way: by(way, x, weight, scale, bias))
+    return by(way, x, weight, scale, bias)
 
 
 def by(way: Plan | None, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

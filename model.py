@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import native
+from attention import attend
 from errors import UserError
 from linear import SMALL, Int4Linear, Int8Linear, Linear, group_of, make_linear, ours
 from tp import Ranks, check_divides, gather_last, local_config, sum_ranks
@@ -255,16 +256,12 @@ class Block(nn.Module):
     ) -> Tensor:
         """Read x [T, D] at ``positions`` [T] over k_cache, v_cache [K, S, C], into which its own keys are written first.
 
-        mask is [G * T, S], 0 or -inf. The G queries that share a key head are read as G * T rows, so that keys and values
-        are read once and never repeated.
+        mask is [G * T, S], 0 or -inf: it hides the keys behind each token's position.
         """
-        T = x.shape[0]
         q, k, v = self.project(x, cos, sin)
         k_cache.index_copy_(1, positions, k.transpose(0, 1))
         v_cache.index_copy_(1, positions, v.transpose(0, 1))
-        q = q.unflatten(1, (self.n_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * T, C]
-        attended = F.scaled_dot_product_attention(q[None], k_cache[None], v_cache[None], attn_mask=mask)[0]
-        x = x + self.whole(self.wo(attended.unflatten(1, (-1, T)).permute(2, 0, 1, 3).flatten(1)))
+        x = x + self.whole(self.wo(attend(q, k_cache, v_cache, mask, positions)))
         return x + self.feed_forward(x)
 
     def native_step(self) -> native.LayerStep | None:

@@ -2,6 +2,7 @@
 
   right      the demo pair: texts on the GPU against the CPU's, and rounds as CUDA graphs against rounds as they are
   kernels    the int8 product against its reference, its time against the plain expression's, the bandwidth it reaches
+  attention  the same of attention over the cache, beside PyTorch's
   8b-*       plain decoding of an 8B with random weights, in bfloat16 and int8
   shard-*    one rank's part of 8B/405B on 8 and of 8B/70B on 2 GPUs, judge decoding at the published acceptance
   forecast   those rounds with the collectives that one GPU leaves out, by the latencies that roofline.py takes for granted
@@ -35,11 +36,13 @@ from roofline import GPUS, model_of, pass_terms
 from shapes import shape
 from tasks import encode, read_problems
 
+import attention
 import checkpoint
 from engine import Engine, Sampling
 from files import check_writable, write_json
 from llm import DEMO
-from model import common_length
+from model import Cache, common_length
+from tp import local_config
 
 HERE = Path(__file__).resolve().parent
 SHARDS = {  # target, draft, ranks, published m* (the 70B's follows from 141 tokens/s at three times plain; it is a guess)
@@ -119,6 +122,40 @@ def check_kernels(
     return {"products": found, "right": all(row["largest_error"] < 2 for row in found)}
 
 
+def check_attention(
+    device: str, cases: list[tuple[str, int]], tokens: tuple[int, ...], bucket: int = 2048, seconds: Callable | None = None
+) -> dict[str, Any]:
+    """Attention of a few tokens behind a text that fills the bucket: its error as above, its time, and PyTorch's of both."""
+    import kernels
+
+    clock, found = seconds or kernels.seconds, list[dict[str, Any]]()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    processors = kernels.processors_of(torch.device(device)) if device == "cuda" else 4
+    for name, size in cases:
+        c = local_config(shape(name), size)
+        K, G, C = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim
+        k, v = torch.randn(2, K, bucket + Cache.SPARE, C, device=device).to(dtype)[:, :, :bucket].unbind()
+        for T in tokens:
+            q, positions = torch.randn(T, K * G, C, device=device).to(dtype), torch.arange(bucket - T, bucket, device=device)
+            hidden = torch.arange(bucket, device=device) > positions[:, None]
+            mask = torch.zeros((), dtype=dtype, device=device).masked_fill(hidden, float("-inf")).repeat(G, 1)
+            exact = attention.masked(q.double(), k.double(), v.double(), mask.double())
+            size_of_one = torch.finfo(dtype).eps * (exact.abs() + exact.std())
+            ways: dict[str, Any] = {"sdpa": None} | {str(tuple(p)): p for p in attention.plans_for(K, G * T, bucket, processors)}
+            errors, times = {}, {}
+            for way, plan in ways.items():
+                print(f"attention {K} x {G}, {T} tokens, {way}", file=sys.stderr, flush=True)
+                run = functools.partial(attention.by, plan, q, k, v, mask, positions)
+                errors[way], times[way] = float(((run() - exact).abs() / size_of_one).max()), clock(run)
+            best = min(times, key=lambda way: times[way])
+            found.append({
+                "model": name, "ranks": size, "key_heads": K, "groups": G, "tokens": T, "bucket": bucket, "best": best,
+                "us": 1e6 * times[best], "sdpa_us": 1e6 * times["sdpa"], "sdpa_error": errors["sdpa"],
+                "largest_error": max(error for way, error in errors.items() if way != "sdpa"),
+            })  # fmt: skip
+    return {"attention": found, "right": all(row["largest_error"] < 2 for row in found)}
+
+
 def bench_command(*options: str) -> list[str]:
     # texts that stay within one bucket of the cache, so that no time goes into compiling for others
     small = ["--json", "--limit", "2", "--repeat", "4", "--prompt-tokens", "16", "--new-tokens", "60"]
@@ -134,6 +171,7 @@ def parts() -> dict[str, tuple[list[str], int]]:
         found[name] = (bench_command(*options), 130)
     for kept in ("none", "int8"):
         found[f"8b-{kept}"] = (bench_command("--random-weights", "llama-3.1-8b", "--quantize", kept), 90)
+    found["attention"] = ([*own, "attention"], 60)
     found["kernels"] = ([*own, "kernels"], 150)
     return found
 
@@ -176,14 +214,17 @@ def main() -> None:
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, default=Path("gpu_check.json"), metavar="FILE", help="default: gpu_check.json")
     p.add_argument("--only", nargs="+", choices=list(parts()), help="these parts alone")
-    p.add_argument("--part", choices=["right", "kernels"], help=argparse.SUPPRESS)
+    p.add_argument("--part", choices=["right", "attention", "kernels"], help=argparse.SUPPRESS)
     args = p.parse_args()
     if not torch.cuda.is_available():
         raise UserError("there is no CUDA device here, and this checks one")
     if args.part is not None:
         with torch.inference_mode():
             cases = [("llama-3.1-8b", 1), ("llama-3.1-405b", 8), ("llama-3.1-70b", 2)]
-            said = check_right("cuda") if args.part == "right" else check_kernels("cuda", cases, (1, 2, 26))
+            if args.part == "attention":
+                said = check_attention("cuda", [*cases, ("llama-3.1-8b", 8)], (1, 26))
+            else:
+                said = check_right("cuda") if args.part == "right" else check_kernels("cuda", cases, (1, 2, 26))
         return print(json.dumps(said))
     check_writable("--out", args.out)
     report: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
@@ -197,7 +238,7 @@ def main() -> None:
             report["forecast"] = forecast(report)
             write_json(args.out, report)
     failed = [name for name, found in report.items() if isinstance(found, dict) and "failed" in found]
-    wrong = [name for name in ("right", "kernels") if report.get(name, {}).get("right") is False]
+    wrong = [name for name in ("right", "attention", "kernels") if report.get(name, {}).get("right") is False]
     print(json.dumps({"failed": failed, "wrong": wrong, "forecast": report.get("forecast")}))
     if failed or wrong:
         sys.exit(1)

@@ -4,7 +4,10 @@ A pass over T tokens reads each weight once. Its time is the sum of
 
   bytes        weights over the bandwidth that kernels reach (--efficiency of the memory's), or, where that takes longer, the
                arithmetic over the tensor cores' peak
-  attention    keys and values of the cache's bucket, which each program, one for every key head and 64 queries, reads at 75 GB/s
+  attention    keys and values of the text, shared by programs as attention.py plans it: each reads at 75 GB/s, all of them together
+               at what kernels reach of the memory's bandwidth, and the last one combines the parts in 1.5 us and the time of
+               reading their sums; the fastest of the plans that are measured. With --attention sdpa the cache's whole bucket,
+               which each program, one for every key head and 64 queries, reads at 75 GB/s
   kernels      10 small kernels a layer and 8 around the layers, of which each costs --kernel-us beside its bytes
   collectives  two sums a layer and one for the embedding, of --collective-us and their bytes over the link; one exchange of maxima
 
@@ -33,6 +36,7 @@ import torch
 from shapes import find_shape, shape, unloaded_model
 
 import checkpoint
+from attention import MOST_TOKENS, Plan, plans_for
 from engine import bucket_of
 from linear import MODES
 from model import Config
@@ -41,7 +45,8 @@ from tp import SMALL_BYTES, Ranks
 
 KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = 10, 8, 40
 COLLECTIVE_US = {"symmetric": 9.0, "nccl": 18.0}  # a small all-reduce inside a graph (SGLang #10571: 9; 16 to 19)
-PROGRAM_BANDWIDTH, PROGRAM_QUERIES = 75e9, 64  # what one multiprocessor reads alone; queries of an attention kernel's program
+PROGRAM_BANDWIDTH = 75e9  # what one multiprocessor reads alone
+EXCHANGE_US = 1.5  # sums to the second-level cache, a counter, and back
 LONGEST_BLOCK = 64
 
 
@@ -56,15 +61,17 @@ class Machine:
     kernel_us: float = 2.0
     collective: str = "symmetric"
     link: float = 450e9  # between two devices, in one direction
+    processors: int = 132
+    attention: str = "divided"  # or sdpa
     cpu: bool = False
     measured: dict[int, float] = field(default_factory=dict)  # tokens -> seconds for each byte of weights; empty: by the above
 
 
 GPUS = {  # peak memory bandwidth, dense bf16 arithmetic, NVLink
-    "a100": Machine("a100", 2.039e12, 312e12, collective="nccl", link=300e9),
+    "a100": Machine("a100", 2.039e12, 312e12, collective="nccl", link=300e9, processors=108),
     "h100": Machine("h100", 3.35e12, 989e12),
     "h200": Machine("h200", 4.8e12, 989e12),
-    "b200": Machine("b200", 8.0e12, 2250e12, link=900e9),
+    "b200": Machine("b200", 8.0e12, 2250e12, link=900e9, processors=148),
 }
 
 
@@ -111,11 +118,7 @@ def pass_terms(m: Model, machine: Machine, T: int, context: int) -> dict[str, fl
     positions = bucket_of(context + T)
     multiplied = 2 * T * (m.weights + positions * m.attention)
     by_bytes, by_flops = m.bytes / (machine.bandwidth * machine.efficiency), multiplied / machine.flops
-    programs = m.kv_heads * -(-m.groups * T // PROGRAM_QUERIES)
-    once = m.position_bytes * positions / (machine.bandwidth * machine.efficiency)  # by all of the device
-    attention = max(once, m.position_bytes * positions / (min(programs, m.kv_heads) * PROGRAM_BANDWIDTH))
-    if machine.cpu:
-        attention = once
+    attention = attention_of(m, machine, T, context)
     if machine.measured:
         seconds = between(machine.measured, T)
         by_bytes, by_flops, attention = m.bytes * seconds, 0.0, m.position_bytes * positions * seconds
@@ -127,6 +130,31 @@ def pass_terms(m: Model, machine: Machine, T: int, context: int) -> dict[str, fl
         "collectives": collectives(m, machine, T) if m.ranks > 1 else 0.0,
     }
     return {name: 1e3 * seconds for name, seconds in terms.items()}
+
+
+def attention_of(m: Model, machine: Machine, T: int, context: int) -> float:
+    """Seconds of a pass's attention over T tokens behind ``context`` others, by the fastest way, as the program would choose it."""
+    length, bucket = context + T, bucket_of(context + T)
+    once = m.position_bytes * bucket / (machine.bandwidth * machine.efficiency)  # by all of the device
+    if machine.cpu:
+        return once
+    sdpa = max(once, m.position_bytes * bucket / (m.kv_heads * PROGRAM_BANDWIDTH))
+    if machine.attention == "sdpa" or T > MOST_TOKENS:
+        return sdpa
+    plans = plans_for(m.kv_heads, m.groups * T, bucket, machine.processors)
+    return min(sdpa, *(divided_attention(m, machine, m.groups * T, length, plan, plan.share(bucket)) for plan in plans))
+
+
+def divided_attention(m: Model, machine: Machine, rows: int, length: int, plan: Plan, share: int) -> float:
+    """Seconds of a pass's attention by the kernel: of each key head's ``rows`` over a text of ``length``, ``share`` keys a part."""
+    key = m.position_bytes / (m.layers * m.kv_heads)  # with its value, in one layer
+    parts, blocks = -(-length // share), -(-rows // plan.block_r)
+    reading = max(
+        min(share, length) * key / PROGRAM_BANDWIDTH,
+        blocks * length * key * m.kv_heads / (machine.bandwidth * machine.efficiency),
+    )
+    sums = parts * min(rows, plan.block_r) * key  # a row's in fp32 take as much as a key and a value in 16 bits
+    return m.layers * (reading + (EXCHANGE_US * 1e-6 + sums / PROGRAM_BANDWIDTH if parts > 1 else 0.0))
 
 
 def collectives(m: Model, machine: Machine, T: int) -> float:
@@ -364,6 +392,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"find the best M of 1 to {LONGEST_BLOCK} for each draft, and whether to divide the draft over the ranks",
     )
     add("--collective", choices=COLLECTIVE_US, help="how small sums go over the ranks (default: symmetric; nccl on the A100)")
+    add("--attention", choices=["divided", "sdpa"], help="by our kernel, or by PyTorch's (default: divided)")
     add("--efficiency", type=float, metavar="X", help="share of the memory's bandwidth that kernels reach (default: 0.85)")
     add("--kernel-us", type=float, metavar="US", help="microseconds that a kernel costs beside its bytes (default: 2)")
     add("--bandwidth", type=float, metavar="GB/S", help="the memory's, in place of the table's")
@@ -408,7 +437,8 @@ def machine_of(args: argparse.Namespace) -> Machine:
         machine = Machine("cpu", 1.0, 1.0, kernel_us=10.0, cpu=True)
     else:
         machine = GPUS[args.gpu]
-    changes: dict[str, Any] = {"efficiency": args.efficiency, "kernel_us": args.kernel_us, "collective": args.collective}
+    changes: dict[str, Any] = {"efficiency": args.efficiency, "kernel_us": args.kernel_us, "collective": args.collective,
+                               "attention": args.attention}  # fmt: skip
     changes["bandwidth"] = None if args.bandwidth is None else 1e9 * args.bandwidth
     changes["flops"] = None if args.gflops is None else 1e9 * args.gflops
     return replace(machine, **{name: value for name, value in changes.items() if value is not None})

@@ -11,6 +11,7 @@ import pytest
 import shapes
 import torch
 
+import attention
 from errors import UserError
 
 kernels = pytest.importorskip("kernels")
@@ -37,6 +38,18 @@ def test_kernels_are_compared(monkeypatch, wrong):
     assert said["right"] != wrong
     assert {row["rows"] for row in said["products"]} == {1, 5}
     assert said["products"][0]["gb_s"] == pytest.approx(512 * 256 / 2e-6 / 1e9)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@torch.inference_mode()
+def test_attention_is_compared(monkeypatch, wrong):
+    monkeypatch.setitem(shapes.ROWS, "small", ("Llama", 256, 2, 8, 4, 16, 512, 512, 1e4, False))
+    if wrong:
+        right = attention.divided
+        monkeypatch.setattr(attention, "divided", lambda *args: right(*args) * 1.01)
+    said = gpu_check.check_attention("cpu", [("small", 2)], (1, 3), 128, lambda run: 2e-6)
+    assert said["right"] != wrong and [row["tokens"] for row in said["attention"]] == [1, 3]
+    assert all(row["sdpa_us"] == 2 and row["sdpa_error"] < 2 for row in said["attention"])
 
 
 def test_every_part_is_a_command():

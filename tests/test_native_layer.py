@@ -231,10 +231,10 @@ def test_blocks_of_rows_that_pytorch_multiplies_may_be_many_graphs(monkeypatch):
     whole = tiny(intermediate_size=1400)
     monkeypatch.setattr(torch, "compile", lambda step, **options: step)
     monkeypatch.setattr(linear, "_native", {(FLOAT, FLOAT, False): False})
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    whole.compile_blocks(dynamic=True)
-    step_of(whole)
-    assert torch._dynamo.config.recompile_limit == 64
+    with torch._dynamo.config.patch(recompile_limit=8):
+        whole.compile_blocks(dynamic=True)
+        step_of(whole)
+        assert torch._dynamo.config.recompile_limit == 64
 
 
 def test_other_forms_are_compiled(monkeypatch):

@@ -32,7 +32,8 @@ def test_the_headlines_command(capsys, monkeypatch):
     # 405B less the embedding in int8, and 25 times the 8B, over 8 ranks at 3.35 TB/s
     weights = (405.85e9 - 128256 * 16384) + 25 * (8.03e9 - 128256 * 4096)
     assert said["bound_tokens_per_s"] == pytest.approx(20.7 / (weights / 8 / 3.35e12), rel=0.02)
-    assert said["bound_tokens_per_s"] > said["tokens_per_s"] > 250
+    assert said["bound_tokens_per_s"] > said["tokens_per_s"] > 290
+    assert 250 < run(capsys, monkeypatch, COMMAND + " --attention sdpa")["tokens_per_s"] < 270
 
 
 def test_a_draft_on_every_rank_has_no_collectives(capsys, monkeypatch):
@@ -149,10 +150,42 @@ def test_sums_go_as_the_ranks_send_them():
     assert large == pytest.approx(253 * (18e-6 + 7 / 8 * 2 * 2 * 33 * 16384 / 450e9))
 
 
-def test_attention_reads_the_bucket():
-    m, h100 = roofline.model_of(shape("llama-3.1-8b"), 1, "none"), roofline.GPUS["h100"]
+def test_pytorchs_attention_reads_the_bucket():
+    m, h100 = roofline.model_of(shape("llama-3.1-8b"), 1, "none"), roofline.replace(roofline.GPUS["h100"], attention="sdpa")
     a, b, c = (roofline.pass_terms(m, h100, 1, context)["attention"] for context in (1000, 1023, 1024))
     assert a == b == c / 2
+    assert c == pytest.approx(1e3 * 2048 * m.position_bytes / (8 * 75e9))
+
+
+def test_attention_is_divided_as_the_kernel_divides_it():
+    """One key head of the 8B on 8 ranks: 22 parts of 96 keys, of which eleven hold a text of 1,025; four rows of 512 bytes each."""
+    h100 = roofline.GPUS["h100"]
+    m = roofline.model_of(shape("llama-3.1-8b"), 8, "int8")
+    assert 96 in [plan.share(2048) for plan in roofline.plans_for(1, 4, 2048, 132)]
+    found = roofline.pass_terms(m, h100, 1, 1024)["attention"]
+    assert found == pytest.approx(1e3 * 32 * (96 * 512 / 75e9 + 1.5e-6 + 11 * 4 * 512 / 75e9))
+    # a text that one part holds is exchanged with nobody
+    assert roofline.pass_terms(m, h100, 1, 10)["attention"] == pytest.approx(1e3 * 32 * 11 * 512 / 75e9)
+    # 416 rows of the 405B are 13 blocks, which all read the text, faster than memory could give it to them one by one
+    m = roofline.model_of(shape("llama-3.1-405b"), 8, "int8")
+    reading = 13 * 1050 * 512 / (0.85 * 3.35e12)
+    found = roofline.pass_terms(m, h100, 26, 1024)["attention"]
+    assert found == pytest.approx(1e3 * 126 * (reading + 1.5e-6 + 5 * 32 * 512 / 75e9))
+
+
+@pytest.mark.parametrize("gpu", list(roofline.GPUS))
+def test_attention_costs_more_behind_more_and_no_more_than_pytorchs(gpu):
+    machine = roofline.GPUS[gpu]
+    sdpa = roofline.replace(machine, attention="sdpa")
+    for name, ranks in (("llama-3.1-8b", 1), ("llama-3.1-8b", 8), ("llama-3.1-405b", 8), ("qwen2.5-1.5b", 1)):
+        m = roofline.model_of(shape(name), ranks, "int8")
+        for T in (1, 26, 64):
+            times = [roofline.attention_of(m, machine, T, context) for context in (500, 1000, 2000, 4000, 16000)]
+            assert times == sorted(times)
+            assert times[-1] <= roofline.attention_of(m, sdpa, T, 16000)
+            assert T > 1 or times[1] < roofline.attention_of(m, sdpa, T, 1000)
+            assert times[-1] >= m.position_bytes * 16000 / machine.bandwidth
+        assert roofline.attention_of(m, machine, 65, 900) == roofline.attention_of(m, sdpa, 65, 900)  # the kernel takes no more
 
 
 def test_a_quantized_checkpoint_is_forecast_as_it_is(tmp_path, monkeypatch):
