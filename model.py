@@ -474,8 +474,8 @@ class Transformer(nn.Module):
         Args:
             weight: fp32 row of the head f(h) = weight·h + bias.
             kind: ``pre_norm`` when h is the state before the final RMSNorm, ``post_norm`` when it is the state after it.
-            floor: the judge takes no token that the model gives less probability than this; kept for who applies the rule,
-            log_p: and so is what a token's log-probability counts.
+            floor: the judge takes no token that the model gives less probability than this.
+            log_p: what a token's log-probability counts. Both are kept for who applies the rule.
 
         Raises:
             UserError: the final norm has a zero weight where a ``pre_norm`` head needs to look.
