@@ -21,12 +21,12 @@ PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorte
 
 
 def lines_of(page):
-    """The command lines in a page's blocks and in its code spans."""
+    """The lines of a page's plain blocks and its code spans, in the order they are read in."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
-    blocks = re.findall(r"^ *```\n(.*?)^ *```", text, re.M | re.S)
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S))
-    for line in [line for block in blocks for line in block.splitlines()] + spans:
-        yield line.split(" #")[0].strip()
+    for found in re.finditer(r"^ *```(\w*)\n(.*?)^ *```$|`([^`]+)`", text, re.M | re.S):
+        language, block, span = found.groups()
+        for line in [" ".join(span.split())] if span else [] if language else block.splitlines():
+            yield line.split(" #")[0].strip()
 
 
 def commands_of(page):
@@ -42,7 +42,7 @@ COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) > 30
+    assert len(COMMANDS) > 50
 
 
 @pytest.mark.parametrize("program, argv", COMMANDS)
