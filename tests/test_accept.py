@@ -123,7 +123,8 @@ def test_labels_of_curves_keep_apart():
 
 
 def test_a_picture_is_asked_for_without_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.backend_bases"):  # another test may have imported it
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(Exception, match="requirements-plot.txt"):
         plots.check_plot(tmp_path / "p.png")
     plots.check_plot(None)
@@ -137,9 +138,7 @@ def test_a_pictures_name_says_its_kind(tmp_path):
 
 
 def test_generate_writes_a_page(tmp_path):
-    done = command("generate.py", "--no-compile", "--max-new-tokens", "40", "--html", str(tmp_path / "g.html"))
+    done = command("generate.py", "--no-compile", "--max-new-tokens", "40", "--html", str(tmp_path / "new" / "g.html"))
     assert done.returncode == 0, done.stderr
-    html = (tmp_path / "g.html").read_text()
+    html = (tmp_path / "new" / "g.html").read_text()
     assert "judge at" in html and 'class="t rule"' in html and "the target would have said" in html
-    done = command("generate.py", "--html", str(tmp_path / "no" / "g.html"))
-    assert done.returncode == 2 and "there is no folder" in done.stderr

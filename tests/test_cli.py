@@ -93,7 +93,7 @@ JUDGED = (*PAIR, "--judge", "head.pt")
     ((*PAIR, "--draft-len", "512"), "--draft-len is 512.*below the context of 512"),
     (("--target", "x" * 300), "x{300}"),
     ((*PAIR, "--html", "checkpoints"), "--html checkpoints is a folder"),
-    ((*PAIR, "--html", "absent/page.html"), "--html absent/page.html: there is no folder absent"),
+    ((*PAIR, "--html", "head.pt/page.html"), "--html head.pt/page.html can't be written there: .*head.pt is no folder"),
     ((*PAIR[:4], "--interactive", "--json"), "--json can't be had with --interactive"),
     ((*PAIR[:4], "--interactive", "--html", "x.html"), "--html can't be had with --interactive"),
     ((*PAIR, "--top-p", "0"), "--top-p is 0; it must be above 0 and at most 1"),
