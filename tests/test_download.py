@@ -21,8 +21,7 @@ import fake_checkpoint
 import pytest
 from conftest import ROOT, heed_interrupts, hf_config, run_command
 from fake_hub import BIG, COMMIT, FIRST, NEEDED, OTHERS, REPO, SHARDS, TOKEN, FakeHub
-from huggingface_hub import constants, file_download
-from huggingface_hub.utils import _http
+from huggingface_hub import constants
 from tqdm import tqdm
 
 import checkpoint
@@ -35,18 +34,8 @@ from writer import SIDE_FILES
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     fake = FakeHub({**OTHERS, **NEEDED})
-    for name in [name for name in os.environ if name.startswith("HF_") or name.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_ENDPOINT", fake.hub.url)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "no-home"))
-    # huggingface_hub reads its environment once, as it is imported
-    monkeypatch.setattr(constants, "ENDPOINT", fake.hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", fake.hub.url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-home" / "token"))
+    fake.is_the_hub(monkeypatch, tmp_path / "no-home")
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
-    monkeypatch.setattr(download, "WAITS", (0, 0, 0, 0))
-    for module in (file_download, _http):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     yield fake

@@ -21,17 +21,17 @@ PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorte
 
 
 def lines_of(page):
-    """The lines of a page's plain blocks and its code spans, in the order they are read in."""
-    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    """The lines of a page's plain blocks and its code spans, in the order they are read in, and whether it is a block's."""
+    text = re.sub(r"\\\n *", "", (ROOT / page).read_text(encoding="utf-8"))
     for found in re.finditer(r"^ *```(\w*)\n(.*?)^ *```$|`([^`]+)`", text, re.M | re.S):
         language, block, span = found.groups()
         for line in [" ".join(span.split())] if span else [] if language else block.splitlines():
-            yield line.split(" #")[0].strip()
+            yield line.split(" #")[0].strip(), not span
 
 
 def commands_of(page):
     """(program, its arguments) of every line that runs one of ours."""
-    for line in lines_of(page):
+    for line, _ in lines_of(page):
         found = re.search(r"(?:^|=\S+ |\) )(?:python|torchrun)((?: --nproc\S+)*) ((?:scripts/)?\w+\.py)\b(.*)", line)
         if found and page != "docs/commands.md":
             yield found[2], re.sub(r"\[.*?\]|…|\.\.\.| > \S+$", "", found[3]).strip()
