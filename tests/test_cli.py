@@ -73,7 +73,7 @@ JUDGED = (*PAIR, "--judge", "head.pt")
     (("--target", "1B"), "fits several.*Tiny-1B, Tiny-1B-padded"),
     (("--target", "8"), "no checkpoint '8'"),
     (("--target", ""), "empty"),
-    (("--target", "8B", "--judge", "head.pt"), "--judge needs a --draft"),
+    (("--target", "8B", "--judge", "head.pt"), "--judge head.pt needs a --draft: what"),
     (("--draft", "8B"), "--draft 8B needs a --target"),
     (("--target", "8B", "--verify", "topk"), "--verify topk needs a --draft"),
     ((*PAIR, "--verify", "judge"), "--verify judge needs a head"),

@@ -96,6 +96,9 @@ def test_the_rules_example_adds_a_rule():
         (name,) = judge.RULES.keys() - before.keys()
         accepted = [accepted_of(name, threshold) for threshold in (0.0, None, 1e9)]
         assert accepted[0] == accepted_of("standard", None) < accepted[1] < accepted[2] == 1
+        helps = {name: commands.parse(ROOT / name, [], only=True).format_help() for name in ("generate.py", "scripts/evaluate.py")}
+        assert "margin for margin (1.5)" in " ".join(helps["generate.py"].split())
+        assert "margin[:margin]" in helps["scripts/evaluate.py"]
         with pytest.raises(UserError, match=f"`threshold` is -1; for the rule {name} it is margin, of at least 0"):
             judge.check_threshold(name, -1.0)
     finally:
