@@ -53,11 +53,19 @@ def run(hub, monkeypatch, capsys):
     monkeypatch.setattr(download, "tqdm", OnTerminal)
 
     def call(*argv, repository=REPO):
+        end_workers()
         status, out, err = run_command(download.main, monkeypatch, capsys, repository, *argv)
         assert TOKEN not in out + err and "hidden" not in out + err
         return SimpleNamespace(status=status, out=out, err=err, error="".join(re.findall("^error: .*\n", err, re.MULTILINE)))
 
     return call
+
+
+def end_workers():
+    """Where a command ends, so do those that still fetch; here they are waited for."""
+    for thread in threading.enumerate():
+        if "(worker)" in thread.name:
+            thread.join(60)
 
 
 FOLDER = Path("downloads/Tiny-8B-Chat")
@@ -79,9 +87,7 @@ def begin(run, hub, name=FIRST, size=1000):
     """A run that ended with the first ``size`` bytes of a file; those are a number of chunks."""
     hub.faults[f"cdn {name}"] = [size] + [0] * 20
     result = run()
-    for thread in threading.enumerate():  # where a command ends, so do those that still fetch
-        if "(worker)" in thread.name:
-            thread.join(60)
+    end_workers()
     assert result.status == 1 and partial_of(name).read_bytes() == NEEDED[name][:size]
     hub.faults.clear()
     hub.log.clear()
