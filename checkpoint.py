@@ -48,7 +48,8 @@ def find_checkpoint(name: str) -> Path:
     """The folder that ``name`` means: a path, else a name under ``checkpoints/``, else the one there with ``name`` as a whole part.
 
     It looks into the current folder's ``checkpoints/``, then into the one beside the scripts. A whole part is what stands between
-    ``-``, ``_``, ``.`` or the ends, whatever its case: ``8B`` is in ``Llama-3.1-8B-Instruct`` and not in ``Llama-3.2-18B``.
+    ``-``, ``_``, ``.`` or the ends, whatever its case: ``8B`` is in ``Llama-3.1-8B-Instruct`` and not in ``Llama-3.2-18B``. A copy
+    in fewer bits, ``Llama-3.1-8B-Instruct-int8``, is in its original's way only where the part says ``int8`` too.
 
     Raises:
         UserError: none or several fit; the message lists the checkpoints there are.
@@ -66,6 +67,7 @@ def find_checkpoint(name: str) -> Path:
     for root in roots:
         known = sorted(p.parent for p in root.glob("*/config.json")) + sorted(p.parent for p in root.glob("*/*/config.json"))
         fits = [p for p in known if part.search(p.relative_to(root).as_posix())]
+        fits = [p for p in fits if not any(p.name == f"{q.name}-{mode}" and p.parent == q.parent for q in fits for mode in MODES)]
         if len(fits) == 1:
             return fits[0]
         listing = ", ".join(p.relative_to(root).as_posix() for p in (fits or known)) or "nothing"

@@ -159,7 +159,9 @@ def convert(source: Path, target: Path, dtype: torch.dtype | None, quantization:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("source", type=Path, help="folder with config.json and model*.safetensors as Hugging Face ships them")
-    parser.add_argument("--out", type=Path, help="new checkpoint folder (default: checkpoints/NAME of the source folder)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="new checkpoint folder (default: checkpoints/NAME of the source folder)"
+    )
     parser.add_argument("--dtype", choices=checkpoint.DTYPES, help="dtype of the weights written (default: as they are)")
     parser.add_argument("--quantize", choices=("none", *MODES), default="none", help="quantize on the way (default: none)")
     args = parser.parse_args()

@@ -95,11 +95,13 @@ def resume_jsonl(path: Path, check: Callable[[list[dict[str, Any]]], None]) -> l
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    """Add a line to a JSON-lines file, which is made if it isn't there. It is this process's from then on, to its end.
+    """Add a line to a JSON-lines file, which is made with its folders if it isn't there. It is this process's from then on, to its
+    end.
 
     Raises:
         UserError: another process writes to it.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         _hold_lines(path)
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -137,13 +139,13 @@ def _hold_lines(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write under; when the block ends well the file gets its own, in place of any that was there.
+    """A name to write under; when the block ends well the file gets its own, in place of any that was there. Its folders are made.
 
     It is in a folder of its own: safetensors writes under yet another name first, which a kill would leave lying about.
     """
     folder = path.with_name(path.name + ".partial")
     remove(folder)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     partial = folder / path.name
     try:
         yield partial
@@ -186,12 +188,14 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Raises UserError where a file can't be written, before any work is done for it. None is fine."""
+    """Raises UserError where a file can't be written, or the folders it is to lie in can't be made, before any work is done for it.
+    None is fine."""
     if path is None:
         return
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder; give a file's name")
-    if not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"{option} {path} can't be written there: permission denied")
+    there = path if path.exists() else next(folder for folder in path.absolute().parents if folder.exists())
+    if there != path and not there.is_dir():
+        raise UserError(f"{option} {path} can't be written there: {there} is no folder")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{option} {path} can't be written there: permission denied in {there}")

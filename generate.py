@@ -22,7 +22,7 @@ import torch
 import checkpoint
 from engine import RULE, STANDARD, TARGET, Engine, Generation
 from files import check_writable, write_text
-from judge import RULES
+from judge import RULES, knobs
 from linear import MODES
 from llm import CONTEXT, DEMO, LLM, Options, default_dtype, encode
 from page import KINDS, Passage, generated_spans, page
@@ -47,8 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--draft", metavar="NAME", help="draft checkpoint; without one, plain decoding")
     add("--judge", metavar="FILE", type=Path, help="judge head, made by scripts/train_judge.py for the target (alone: the demo's)")
     add("--verify", choices=["standard", *RULES], help="who accepts drafts (default: judge with a head, else standard)")
-    add("--threshold", type=float, metavar="X", help="the rule's knob: δ for judge (default: the head's, 0.5), K for topk (5), "
-        "ε for typical (0.09), τ for kl (0.3)")  # fmt: skip
+    add("--threshold", type=float, metavar="X", help=f"the rule's knob and its default: {knobs()}")
     add("--draft-len", type=draft_length, metavar="M", help="tokens drafted a round, or auto: the number that promises the most "
         "tokens/s, by the acceptance so far (default: 25 under the judge, else 8)")  # fmt: skip
     prompt = p.add_mutually_exclusive_group()
@@ -58,7 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="length cap in tokens (default: 256)")
     add("--stop", nargs="+", default=[], metavar="TEXT", help="end the text before the first of these")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (default: 0, all)")
     add("--top-p", type=float, default=1.0, metavar="P", help="sample among the fewest tokens of probability P (default: 1)")
     add("--seed", type=int, default=0, help="of the draws; sample i uses seed + i (default: 0)")
@@ -95,7 +94,7 @@ def check_args(args: argparse.Namespace) -> None:
     if args.target is None:
         raise UserError(f"--draft {args.draft} needs a --target")
     if args.draft is None and args.judge is not None:
-        raise UserError("--judge needs a --draft")
+        raise UserError(f"--judge {args.judge} needs a --draft: what it judges is a draft's tokens")
     full = options_of(args).settled(args.draft is not None, args.judge is not None)
     args.verify, args.draft_len, args.dtype = full.verify, full.draft_len, args.dtype or default_dtype(args.target)
     if args.num_samples < 1:

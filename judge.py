@@ -123,6 +123,17 @@ RULES = {
 }
 
 
+def rules_with_knobs() -> str:
+    """The rules as a list of them takes each, for --help: judge[:δ], topk[:K] and so on."""
+    return ", ".join(f"{name}[:{rule.knob}]" for name, rule in RULES.items())
+
+
+def knobs() -> str:
+    """The rules' knobs and their defaults, for --help."""
+    defaults = {name: "the head's" if name == "judge" else f"{rule.default:g}" for name, rule in RULES.items()}
+    return ", ".join(f"{rule.knob} for {name} ({defaults[name]})" for name, rule in RULES.items())
+
+
 def check_threshold(verify: str, threshold: float) -> None:
     """Raises UserError when ``threshold`` is not a possible value of the rule's knob."""
     rule = RULES[verify]

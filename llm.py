@@ -13,6 +13,7 @@ Mistakes raise ``errors.UserError``. Threads may share an ``LLM``: their texts w
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -117,6 +118,15 @@ class Options:
         return dataclasses.replace(self, verify=verify, draft_len=draft_len)
 
 
+def options_named(given: dict[str, Any]) -> Options:
+    """The options of these names. Raises UserError for a name that there isn't, with the one that may have been meant."""
+    names = [field.name for field in dataclasses.fields(Options)]
+    for name in given.keys() - set(names):
+        near = difflib.get_close_matches(name, names, 1)
+        raise UserError(f"there is no option {name!r}; " + (f"is `{near[0]}` meant?" if near else f"there are {', '.join(names)}"))
+    return Options(**given)
+
+
 def encode(tokenizer: Tokenizer, prompt: Prompt, options: Options, context: int) -> list[int]:
     """A prompt's ids.
 
@@ -146,7 +156,9 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, options: Options, context: int)
 
 
 def is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, kind) for item in value)
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
 
 
 def check_messages(messages: Sequence[dict[str, Any]]) -> None:
@@ -282,7 +294,7 @@ class LLM:
 
     def engine(self, **options: Any) -> Engine:
         """The engine for ``Options`` of these names: made when first asked for, and kept while it is among the last few."""
-        full = self.settled(Options(**options))
+        full = self.settled(options_named(options))
         key = dataclasses.replace(full, max_new_tokens=1, stop=(), seed=0, raw=False)
         with self._lock:
             if key not in self._engines:
@@ -309,7 +321,7 @@ class LLM:
         Raises:
             UserError: it is empty, leaves no room for the new tokens, or has ids that the target doesn't know.
         """
-        ids = encode(self.tokenizer, prompt, Options(**options), self.context)
+        ids = encode(self.tokenizer, prompt, options_named(options), self.context)
         check_vocabulary(ids, self.target.config.vocab_size)
         return ids
 
@@ -323,7 +335,7 @@ class LLM:
         Raises:
             UserError: at once, for a prompt that doesn't fit and for options that can't be.
         """
-        ids, engine, given = self.encode(prompt, **options), self.engine(**options), Options(**options)
+        ids, engine, given = self.encode(prompt, **options), self.engine(**options), options_named(options)
         with self._lock:
             if not engine.warm and not self._is_compiled(engine):  # which is not to count as the first text's time
                 engine.warm_up(len(ids), len(ids) + given.max_new_tokens)

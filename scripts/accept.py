@@ -30,7 +30,7 @@ from tqdm import tqdm
 import checkpoint
 from engine import Note, match_vocabulary
 from files import check_writable, read_jsonl, write_text
-from judge import Block, judge_logits, known, log_probabilities, verdict
+from judge import RULES, Block, judge_logits, known, log_probabilities, rules_with_knobs, verdict
 from llm import DEMO, default_dtype, is_demo
 from model import Reader, Transformer
 from page import Passage, Span, describe, page, token_texts
@@ -129,11 +129,12 @@ def parse_args():
     p.add_argument("--draft", metavar="NAME", help="a draft, for the rule kl and for its probabilities on the page")
     p.add_argument("--judge", type=Path, metavar="FILE", help="judge head (default: the demo's on the demo's target)")
     p.add_argument("--rules", metavar="LIST",
-                   help="of standard, judge[:δ], topk[:K], typical[:ε], kl[:τ] (default: standard; judge with a head)")  # fmt: skip
+                   help=f"of standard, {rules_with_knobs()} (default: standard; judge with a head)")  # fmt: skip
     p.add_argument("--limit", type=int, default=100, metavar="N", help="answers (default: 100)")
     p.add_argument("--raw", action="store_true", help="the questions are whole prompts: no chat template")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo's target")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
+                   help="default: cuda where there is one")  # fmt: skip
     p.add_argument("--html", type=Path, metavar="FILE", help="write the answers as a page, judged by the last rule of the list")
     p.add_argument("--plot", type=Path, metavar="FILE", help="write the curve of m* against M (needs matplotlib)")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the tables go to stderr")
@@ -156,7 +157,7 @@ def choose(args, pair: checkpoint.Pair) -> list[Contender]:
     chosen = parse_rules(args.rules, {"judge": pair.head} if pair.head is not None else {})
     for rule in chosen:
         if rule.name in ("plain", "draft"):
-            raise UserError(f"--rules names {rule.name}, which accepts nothing; there are standard, judge, topk, typical, kl")
+            raise UserError(f"--rules names {rule.name}, which accepts nothing; there are standard, {', '.join(RULES)}")
         if rule.verify == "kl" and pair.draft is None:
             raise UserError("--rules names kl, which needs a --draft")
     return chosen

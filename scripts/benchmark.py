@@ -40,7 +40,7 @@ from tqdm import tqdm
 import checkpoint
 from engine import TARGET, Engine, Round, Sampling
 from generate import draft_length
-from judge import Block, Head
+from judge import Block, Head, rules_with_knobs
 from linear import MODES, Linear, group_of
 from llm import DEMO, default_dtype
 from model import Transformer
@@ -375,18 +375,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--acceptance", type=float, metavar="M*", help="with --random-weights: accept this many drafted tokens a round, on the mean"
     )
     add("--prompt-tokens", type=int, default=128, metavar="N", help="with --random-weights: tokens of a prompt (default: 128)")
-    add("--rules", metavar="LIST", help="settings: plain, or standard, judge[:δ], topk[:K], typical[:ε], kl[:τ], each with @M or "
+    add("--rules", metavar="LIST", help=f"settings: plain, or standard, {rules_with_knobs()}, each with @M or "
         "@auto (default: plain, standard, judge as far as there are models for them)")  # fmt: skip
     add("--room", type=int, nargs="+", default=[], metavar="N", help="tokens to allocate caches for (default: what is needed)")
     add("--task", choices=TASKS, default="demo", help="where prompts come from (default: demo)")
     add("--data", type=Path, metavar="FILE", help="the task's JSON-lines file")
     add("--limit", type=int, default=5, metavar="N", help="prompts (default: 5)")
     add("--repeat", type=int, default=5, metavar="N", help="texts of each setting (default: 5)")
-    add("--new-tokens", type=int, default=128, metavar="N", help="of a text (default: 128, or up to its end)")
-    add("--temperature", type=float, default=0.0, help="default: 0")
+    add("--new-tokens", type=int, default=128, metavar="N", help="tokens of a text (default: 128, or up to its end)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     add("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
     add("--quantize", choices=["none", *MODES], default="none", help="weights of both models (default: none)")
-    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where there is one")  # fmt: skip
     add("--no-compile", action="store_true", help="run the blocks uncompiled")
     add("--plot", type=Path, metavar="FILE", help="write what a token's time is made of as a picture (needs matplotlib)")
     add("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")

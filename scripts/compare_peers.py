@@ -260,8 +260,9 @@ def main() -> None:
     p.add_argument("--data", type=Path, metavar="FILE", help="the task's JSON-lines file")
     p.add_argument("--limit", type=int, default=3, metavar="N", help="prompts (default: 3)")
     p.add_argument("--repeat", type=int, default=3, metavar="N", help="texts of each (default: 3)")
-    p.add_argument("--new-tokens", type=int, default=48, metavar="N", help="n (default: 48)")
-    p.add_argument("--draft-len", type=int, default=8, metavar="M", help="of the standard test and of llama.cpp (default: 8)")
+    p.add_argument("--new-tokens", type=int, default=48, metavar="N", help="n, as above (default: 48)")
+    p.add_argument("--draft-len", type=int, default=8, metavar="M",
+                   help="tokens drafted a round by the standard test and llama.cpp (default: 8)")  # fmt: skip
     p.add_argument("--rules", metavar="LIST",
                    help="ours, as benchmark.py takes them, such as plain,judge@8 (default: plain, standard@M, judge)")  # fmt: skip
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo")

@@ -417,7 +417,7 @@ def main() -> None:
     """The command line; see the module's docstring."""
     parser = Parser(description="Convert a GGUF file to a checkpoint folder.")
     parser.add_argument("file", type=Path, help="a .gguf file of the Llama, Qwen2 or Qwen3 architecture")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write, e.g. checkpoints/NAME")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/NAME")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the written weights (default: bfloat16)")
     parser.add_argument("--force", action="store_true", help="replace the folder if it exists")
     args = parser.parse_args()

@@ -32,7 +32,7 @@ from tqdm import tqdm
 import checkpoint
 from engine import RULE, STANDARD, Engine, Generation, cache_length, generate
 from files import append_jsonl, check_writable, resume_jsonl, write_jsonl
-from judge import RULES, Head, check_threshold, default_threshold
+from judge import RULES, Head, check_threshold, default_threshold, rules_with_knobs
 from llm import DEMO, default_dtype, is_demo
 from tokenizer import Output, Tokenizer
 from tp import Ranks, ranks_of, told
@@ -218,14 +218,20 @@ def parse_args():
     p.add_argument("--data", type=Path, metavar="FILE", help="the task's JSON-lines file; demo needs none")
     p.add_argument("--limit", type=int, default=100, metavar="N", help="problems (default: 100)")
     p.add_argument("--rules", default="plain,draft,standard,judge", metavar="LIST",
-                   help="of plain, draft, standard, judge[:δ], topk[:K], typical[:ε], kl[:τ] (default: first four)")  # fmt: skip
+                   help=f"of plain, draft, standard, {rules_with_knobs()} (default: plain,draft,standard,judge)")  # fmt: skip
     p.add_argument("--target", default=str(DEMO / "target"), metavar="NAME", help="default: the demo's")
     p.add_argument("--draft", default=str(DEMO / "draft"), metavar="NAME", help="default: the demo's")
     p.add_argument("--judge", type=Path, nargs="+", default=[], metavar="FILE",
                    help="judge heads; with several there is a row for each (default: the demo's on the demo's target)")  # fmt: skip
-    p.add_argument("--draft-len", type=int, metavar="M", help="for every rule (default: 25, but 8 for the standard test)")
+    p.add_argument(
+        "--draft-len",
+        type=int,
+        metavar="M",
+        help="tokens drafted a round, for every rule (default: 25, but 8 for the standard test)",
+    )
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
+                   help="default: cuda where there is one")  # fmt: skip
     p.add_argument("--no-compile", action="store_true", help="run the blocks uncompiled")
     p.add_argument("--out", type=Path, metavar="FILE", help="append every answer here, and resume from it")
     p.add_argument("--answers", type=Path, metavar="DIR", help="write mt-bench answers here, a file for each rule, as FastChat's")

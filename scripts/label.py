@@ -374,10 +374,13 @@ def parse_args() -> argparse.Namespace:
         auto.add_argument(
             "--draft", default=str(DEMO / "draft"), metavar="NAME", help="the draft to be judged (default: the demo's)"
         )
-        auto.add_argument("--temperature", type=float, default=0.0, help="of the target's answers (default: 0, greedy)")
+        auto.add_argument(
+            "--temperature", type=float, default=0.0, metavar="T", help="of the target's answers (default: 0, greedy)"
+        )
         auto.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
         auto.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
-        auto.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+        auto.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
+                          help="default: cuda where there is one")  # fmt: skip
     auto.add_argument("--threshold", type=float, default=18.0, metavar="X",
                       help="likelihood that may be lost, in nats, over the token and what follows (default: 18)")  # fmt: skip
     auto.add_argument("--window", type=int, default=20, metavar="N", help="tokens that follow (default: 20)")

@@ -146,7 +146,9 @@ def parse_args():
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
                    help="for --load")  # fmt: skip
     p.add_argument("--draft-tp", type=int, choices=[1], help="1: each rank holds the whole draft")
-    p.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer (default: 8192 or the context)")
+    p.add_argument(
+        "--context", type=int, metavar="N", help="tokens of prompt and answer (default: the models' context, at most 8192)"
+    )
     p.add_argument("--draft-len", type=int, default=25, metavar="M", help="tokens drafted a round (default: 25)")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), default="bfloat16", help="default: bfloat16")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")

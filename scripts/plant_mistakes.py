@@ -50,7 +50,7 @@ def main() -> None:
     p.add_argument("data", type=Path, help="JSON lines of question and answer, as GSM8K's")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines of tuples; train with --raw")
     p.add_argument("--limit", type=int, default=500, metavar="N", help="tuples (default: 500)")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     args = p.parse_args()
     check_writable("--out", args.out)
     rows = read_jsonl(args.data, question_and_answer)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import UserError
-from files import check_writable
+from files import check_writable, replacing
 
 # Okabe and Ito's palette, and marks that differ too: lines are told apart without colour
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -54,6 +54,11 @@ def _figure() -> tuple[Any, Any]:
     return figure, axes
 
 
+def _save(figure: Any, path: Path) -> None:
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=150)
+
+
 def spread(heights: Sequence[float], gap: float) -> list[float]:
     """Heights moved up as little as keeps them ``gap`` apart, in the order given."""
     moved, last = [0.0] * len(heights), -gap
@@ -72,7 +77,7 @@ def curves_figure(path: Path, curves: dict[str, Sequence[float]], x_label: str, 
         axes.plot(range(1, len(values) + 1), values, color=colour, marker=mark, markevery=(i % 4, 4), markersize=5, linewidth=1.8)
         axes.annotate(name, (len(values), heights[i]), (6, 0), textcoords="offset points", color=colour, va="center")
     axes.set(xlabel=x_label, ylabel=y_label, xlim=(1, None), ylim=(0, None))
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
 
 
 def rounds_figure(path: Path, bars: dict[str, dict[str, float]], x_label: str) -> None:
@@ -89,7 +94,7 @@ def rounds_figure(path: Path, bars: dict[str, dict[str, float]], x_label: str) -
     axes.invert_yaxis()
     axes.set(xlabel=x_label, xlim=(0, 1.1 * max(left)))
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
 
 
 def trade_off_figure(path: Path, families: dict[str, list[Point]], x_label: str, y_label: str) -> None:
@@ -112,4 +117,4 @@ def trade_off_figure(path: Path, families: dict[str, list[Point]], x_label: str,
         if all(abs(at[0] - a) > 30 or abs(at[1] - b) > 12 for a, b in taken):  # labels that would overlap are left out
             axes.annotate(label, point, (5, 5), textcoords="offset points", fontsize=8, color=colour)
             taken.append(tuple(at))
-    figure.savefig(path, dpi=150)
+    _save(figure, path)

@@ -388,14 +388,14 @@ def parse_args() -> Any:
     p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
     p.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes any that is free")
     p.add_argument("--queue", type=int, default=8, metavar="N", help="requests that may wait (default: 8)")
-    p.add_argument("--max-bytes", type=int, default=1 << 20, metavar="N", help="largest request (default: 1048576)")
+    p.add_argument("--max-bytes", type=int, default=1 << 20, metavar="N", help="bytes that a request may have (default: 1048576)")
     p.add_argument("--context", type=int, metavar="N", help="tokens a text may have (default: the models', at most 8192)")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
     p.add_argument("--quantize", choices=["none", *MODES], default="none", help="weights of both models (default: none)")
     p.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     p.add_argument("--no-compile", action="store_true", help="run the blocks uncompiled")
-    for name, kind in (("verify", str), ("threshold", float), ("draft-len", str)):
-        p.add_argument(f"--{name}", type=kind, help="for requests that don't say (default: as generate.py)")
+    for name, kind, metavar in (("verify", str, "RULE"), ("threshold", float, "X"), ("draft-len", str, "M")):
+        p.add_argument(f"--{name}", type=kind, metavar=metavar, help="for requests that don't say (default: as generate.py)")
     args = p.parse_args()
     if not 0 <= args.port < 1 << 16:
         raise UserError(f"--port is {args.port}; it must be from 0 to 65535")

@@ -146,10 +146,10 @@ def soak(seconds: float, seed: int, llm: LLM) -> Found:
 
 def main() -> None:
     p = Parser(description=__doc__)
-    p.add_argument("--minutes", type=float, default=30.0, help="default: 30")
-    p.add_argument("--seed", type=int, default=0, help="default: 0")
+    p.add_argument("--minutes", type=float, default=30.0, metavar="N", help="how long (default: 30)")
+    p.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     p.add_argument("--context", type=int, default=400, metavar="N", help="tokens a text may have (default: 400)")
-    p.add_argument("--json", action="store_true", help="end stdout with one JSON object")
+    p.add_argument("--json", action="store_true", help="end stdout with one JSON object, behind the text")
     args = p.parse_args()
     if not 0 < args.minutes < 1e4:
         raise UserError(f"--minutes is {args.minutes:g}; it must be above 0")

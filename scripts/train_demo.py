@@ -493,11 +493,15 @@ def train_judge(pair: Path, seed: int, unseen: frozenset[str]) -> None:
 
 def main() -> None:
     """Run every stage that isn't done yet."""
-    parser = Parser(description="Train the demo pair and its judge from a seed; about two hours on two cores.")
-    parser.add_argument("--out", type=Path, default=ROOT / "demo", help="folder for the pair (default: demo/)")
-    parser.add_argument("--work", type=Path, default=ROOT / "checkpoints" / "demo-work", help="folder for resumable state")
+    parser = Parser(
+        description="Train the demo pair and its judge from a seed; 100 minutes on one thread, and what was interrupted goes on."
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "demo", metavar="DIR", help="folder for the pair (default: demo/)")
+    work = ROOT / "checkpoints" / "demo-work"
+    parser.add_argument("--work", type=Path, default=work, metavar="DIR",
+                        help="folder that a run goes on from (default: checkpoints/demo-work)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="everything follows from it (default: 0)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")
     args = parser.parse_args()
     if args.threads is not None:
         if args.threads < 1:

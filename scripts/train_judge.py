@@ -87,7 +87,8 @@ def parse_args():
     p.add_argument("--lr", type=float, help="AdamW's learning rate (default: 1e-4; 1e-3 for the demo's target, which is narrow)")
     p.add_argument("--states", type=Path, metavar="FILE", help="where the target's states are kept (default: beside the labels)")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="the target's (default: bfloat16; float32 for the demo's)")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
+                   help="default: cuda where there is one")  # fmt: skip
     p.add_argument("--seed", type=int, default=0, help="of the split and the order (default: 0)")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the report goes to stderr")
     args = p.parse_args()

@@ -12,7 +12,12 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from urllib.parse import unquote
+
+import download
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http
 
 REPO, COMMIT, TOKEN = "maker/Tiny-8B-Chat", "c" * 40, "hf_secret"
 BIG = bytes(range(256)) * 8192  # 2 MiB, more than one chunk
@@ -45,8 +50,9 @@ class Server(ThreadingHTTPServer):
 class FakeHub:
     """What the two servers know. ``faults``: for a file's name or an API call's kind, what goes wrong, request by request."""
 
-    def __init__(self, files):
+    def __init__(self, files, repository=REPO):
         self.files, self.commit, self.faults, self.log = dict(files), COMMIT, {}, []
+        self.repository = repository
         self.extra_rows, self.barrier = [], None
         self.listed: dict[str, bytes] = {}  # where it isn't what is sent
         self.hub, self.cdn = (self.serve(role) for role in ("hub", "cdn"))
@@ -62,6 +68,20 @@ class FakeHub:
         for server in (self.hub, self.cdn):
             server.shutdown()
             server.server_close()
+
+    def is_the_hub(self, monkeypatch, home):
+        """Let ``download.py`` find this one, impatiently, and no token of this machine's."""
+        for name in [name for name in os.environ if name.startswith("HF_") or name.lower().endswith("_proxy")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("HF_ENDPOINT", self.hub.url)
+        monkeypatch.setenv("HF_HOME", str(home))
+        # huggingface_hub reads its environment once, as it is imported
+        monkeypatch.setattr(constants, "ENDPOINT", self.hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", self.hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        monkeypatch.setattr(download, "WAITS", (0, 0, 0, 0))
+        for module in (file_download, _http):
+            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
 
     def rows(self):
         """The files as `HfApi.model_info` wants to hear of them."""
@@ -95,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         fake, role = self.server.fake, self.server.role
         path = unquote(self.path).partition("?")[0]
-        revision = re.fullmatch(f"/api/models/{REPO}/revision/(.+)", path)
+        revision = re.fullmatch(f"/api/models/{fake.repository}/revision/(.+)", path)
         kind = "revision" if revision else path.rpartition("/")[2]
         fake.log.append((role, kind, self.headers.get("Authorization"), self.headers.get("Range")))
         if "/maker/Old-Name/" in path:
@@ -108,10 +128,10 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(fault, bytes):
             return self.answer(200, fault)
         if revision:
-            about = {"id": REPO, "sha": fake.commit, "siblings": fake.rows()}
+            about = {"id": fake.repository, "sha": fake.commit, "siblings": fake.rows()}
             return self.answer(200, json.dumps(about).encode())
         if role == "hub" and (kind.endswith(".safetensors") or kind == "tokenizer.json") and fault is None:
-            assert path == f"/{REPO}/resolve/{fake.commit}/{kind}"
+            assert path == f"/{fake.repository}/resolve/{fake.commit}/{kind}"
             return self.answer(302, Location=f"{fake.cdn.url}/blobs/{kind}?signature=hidden")
         self.send_file(fake.files[kind], fault)
 

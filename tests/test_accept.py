@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 
 import accept
@@ -55,11 +54,7 @@ def test_a_text_as_one_block_is_read_at_the_right_places():
     assert block.drafted.tolist() == answer and block.floor == 1e-3
 
 
-def command(*argv):
-    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_command_on_the_targets_own_answer(tmp_path):
+def test_the_command_on_the_targets_own_answer(tmp_path, command):
     (tmp_path / "d.jsonl").write_text(
         json.dumps({"question": "Mia has 30 beads. She buys 12 more. How many?", "answer": " First we"})
     )
@@ -124,7 +119,8 @@ def test_labels_of_curves_keep_apart():
 
 
 def test_a_picture_is_asked_for_without_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.backend_bases"):  # another test may have imported it
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(Exception, match="requirements-plot.txt"):
         plots.check_plot(tmp_path / "p.png")
     plots.check_plot(None)
@@ -137,10 +133,8 @@ def test_a_pictures_name_says_its_kind(tmp_path):
             plots.check_plot(tmp_path / name)
 
 
-def test_generate_writes_a_page(tmp_path):
-    done = command("generate.py", "--no-compile", "--max-new-tokens", "40", "--html", str(tmp_path / "g.html"))
+def test_generate_writes_a_page(tmp_path, command):
+    done = command("generate.py", "--no-compile", "--max-new-tokens", "40", "--html", str(tmp_path / "new" / "g.html"))
     assert done.returncode == 0, done.stderr
-    html = (tmp_path / "g.html").read_text()
+    html = (tmp_path / "new" / "g.html").read_text()
     assert "judge at" in html and 'class="t rule"' in html and "the target would have said" in html
-    done = command("generate.py", "--html", str(tmp_path / "no" / "g.html"))
-    assert done.returncode == 2 and "there is no folder" in done.stderr

@@ -56,6 +56,18 @@ def test_a_name_is_sought_here_and_then_beside_the_scripts(tmp_path, monkeypatch
         checkpoint.find_checkpoint("70B")
 
 
+def test_a_copy_in_fewer_bits_is_not_in_its_originals_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("Big-8B-Chat", "Big-8B-Chat-int8", "Big-8B-Chat-int4-g32", "Small-1B-int8"):
+        save(checkpoint.ROOT / name)
+    assert checkpoint.find_checkpoint("8B") == checkpoint.ROOT / "Big-8B-Chat"
+    assert checkpoint.find_checkpoint("8B-Chat-int8") == checkpoint.ROOT / "Big-8B-Chat-int8"
+    assert checkpoint.find_checkpoint("1B") == checkpoint.ROOT / "Small-1B-int8"
+    save(checkpoint.ROOT / "Big-8B")
+    with pytest.raises(UserError, match="'big' fits several .*: Big-8B, Big-8B-Chat;"):
+        checkpoint.find_checkpoint("big")
+
+
 JUNK = [None, "", "linear", -1, 0, 0.5, "4", [], [1], {}, {"a": 1}, float("inf"), True, 10**30]
 
 

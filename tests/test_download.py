@@ -21,8 +21,7 @@ import fake_checkpoint
 import pytest
 from conftest import ROOT, heed_interrupts, hf_config, run_command
 from fake_hub import BIG, COMMIT, FIRST, NEEDED, OTHERS, REPO, SHARDS, TOKEN, FakeHub
-from huggingface_hub import constants, file_download
-from huggingface_hub.utils import _http
+from huggingface_hub import constants
 from tqdm import tqdm
 
 import checkpoint
@@ -35,18 +34,8 @@ from writer import SIDE_FILES
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     fake = FakeHub({**OTHERS, **NEEDED})
-    for name in [name for name in os.environ if name.startswith("HF_") or name.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_ENDPOINT", fake.hub.url)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "no-home"))
-    # huggingface_hub reads its environment once, as it is imported
-    monkeypatch.setattr(constants, "ENDPOINT", fake.hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", fake.hub.url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-home" / "token"))
+    fake.is_the_hub(monkeypatch, tmp_path / "no-home")
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
-    monkeypatch.setattr(download, "WAITS", (0, 0, 0, 0))
-    for module in (file_download, _http):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     yield fake
@@ -64,11 +53,19 @@ def run(hub, monkeypatch, capsys):
     monkeypatch.setattr(download, "tqdm", OnTerminal)
 
     def call(*argv, repository=REPO):
+        end_workers()
         status, out, err = run_command(download.main, monkeypatch, capsys, repository, *argv)
         assert TOKEN not in out + err and "hidden" not in out + err
         return SimpleNamespace(status=status, out=out, err=err, error="".join(re.findall("^error: .*\n", err, re.MULTILINE)))
 
     return call
+
+
+def end_workers():
+    """Where a command ends, so do those that still fetch; here they are waited for."""
+    for thread in threading.enumerate():
+        if "(worker)" in thread.name:
+            thread.join(60)
 
 
 FOLDER = Path("downloads/Tiny-8B-Chat")
@@ -90,9 +87,7 @@ def begin(run, hub, name=FIRST, size=1000):
     """A run that ended with the first ``size`` bytes of a file; those are a number of chunks."""
     hub.faults[f"cdn {name}"] = [size] + [0] * 20
     result = run()
-    for thread in threading.enumerate():  # where a command ends, so do those that still fetch
-        if "(worker)" in thread.name:
-            thread.join(60)
+    end_workers()
     assert result.status == 1 and partial_of(name).read_bytes() == NEEDED[name][:size]
     hub.faults.clear()
     hub.log.clear()

@@ -39,13 +39,16 @@ def decode(engine, prompt, n, seed=None):
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
 def test_plain_standard_and_delta_one_are_one_text(name):
-    target, draft = tiny(name), tiny(name, seed=0, num_hidden_layers=2)
+    target, draft, noise = tiny(name), tiny(name), torch.Generator().manual_seed(9)
+    for weight in draft.parameters():  # so that some tokens of a block are accepted, and seldom all
+        weight += torch.randn(weight.shape, generator=noise) / 200
     expected = decode(Engine(target, max_len=200), PROMPT, 140)[0]  # crosses a bucket's edge
     assert is_greedy(target, PROMPT, expected)
     target.fuse_judge(torch.randn(48) * 100, 0.0, "post_norm")
     for M, verify in itertools.product((1, 2, 5, 16, 32), ("standard", "judge")):
         engine = Engine(target, draft, draft_len=M, verify=verify, threshold=1.0, max_len=200)
-        assert decode(engine, PROMPT, 140)[0] == expected, (M, verify)
+        got, who = decode(engine, PROMPT, 140)
+        assert got == expected and {"standard", "target"} <= set(who), (M, verify)
 
 
 @pytest.mark.parametrize("M", [1, 4, 9])
@@ -375,14 +378,13 @@ def test_warp_keeps_what_it_says(seed, temperature, top_k, top_p):
     for row, out in zip(logits, got):
         order = row.argsort(descending=True)[: top_k or None].tolist()
         p = (row[order] / temperature).softmax(-1)
-        kept, total = [], 0.0
+        must, may, total = {order[0]}, {order[0]}, 0.0  # rounding decides where the sum is as good as top_p
         for token, share in zip(order, p.tolist()):
-            if kept and total >= top_p + 1e-6:
-                break
-            kept.append(token)
+            must |= {token} if total < top_p - 1e-6 else set()
+            may |= {token} if total < top_p + 1e-6 else set()
             total += share
         chosen = out.nonzero()[:, 0].tolist()
-        assert set(chosen) <= set(kept) and len(chosen) >= len(kept) - 1 and order[0] in chosen
+        assert must <= set(chosen) <= may
         torch.testing.assert_close(out[chosen], (row[chosen] / temperature).softmax(-1))
 
 

@@ -74,8 +74,26 @@ def test_where_nothing_can_be_written_is_told_before_the_work(tmp_path):
     files.check_writable("--out", tmp_path / "new")
     with pytest.raises(UserError, match="--out .* is a folder"):
         files.check_writable("--out", tmp_path)
-    with pytest.raises(UserError, match="--html .*there is no folder"):
-        files.check_writable("--html", tmp_path / "no" / "x.html")
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "x.html", tmp_path / "file" / "new" / "x.html"):
+        with pytest.raises(UserError, match="--html .* can't be written there: .*/file is no folder"):
+            files.check_writable("--html", path)
+
+
+def test_folders_are_made_when_there_is_something_to_write_and_not_before(tmp_path):
+    for name, write in (("a", lambda path: files.append_jsonl(path, {})), ("b", lambda path: files.write_text(path, "text"))):
+        path = tmp_path / name / "deep" / "file"
+        files.check_writable("--out", path)
+        assert not (tmp_path / name).exists()
+        write(path)
+        assert path.read_text() in ("{}\n", "text") and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_lets_nobody_write_is_told_before_the_work(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match=f"permission denied in {tmp_path}"):
+        files.check_writable("--out", tmp_path / "new" / "file")
 
 
 def test_a_bad_line_is_named(tmp_path):

@@ -236,7 +236,7 @@ def kill_and_compare(work, out, folder, read, least):
     for _ in itertools.chain(ways(work, folder), cut, outside):
         before = out.read_bytes() if out.exists() else b""
         whole = before[: before.rfind(b"\n") + 1]
-        if before != whole:
+        if before != whole and not is_json(before[len(whole) :]):  # a line may lack no more than its end
             with pytest.raises((UserError, ValueError)):
                 read()
         assert run(work, folder) == 0
@@ -246,6 +246,14 @@ def kill_and_compare(work, out, folder, read, least):
         clear(folder)
         n += 1
     assert n >= least + 4
+
+
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def clear(folder):

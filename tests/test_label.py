@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import functools
 import json
 import math
-import subprocess
 import sys
 
 import compare_labels
@@ -140,13 +140,14 @@ def test_given_answers_are_labelled_in_place_of_the_targets_own():
     assert TOKENIZER.decode(found.tokens) == " First we have 12."
 
 
-def command(*argv):
-    return subprocess.run([sys.executable, "scripts/label.py", *argv], cwd=ROOT, capture_output=True, text=True)
+@pytest.fixture
+def run(command):
+    return functools.partial(command, "scripts/label.py")
 
 
-def automatic(method, out, *more):
-    return command(method, "--task", "demo-train", "--limit", "2", "--target", "demo/target", "--draft", "demo/draft", "--dtype",
-                   "float32", "--out", str(out), *more)  # fmt: skip
+def automatic(run, method, out, *more):
+    return run(method, "--task", "demo-train", "--limit", "2", "--target", "demo/target", "--draft", "demo/draft", "--dtype",
+               "float32", "--out", str(out), *more)  # fmt: skip
 
 
 def own_questions(path, answers):
@@ -157,16 +158,16 @@ def own_questions(path, answers):
     return str(path)
 
 
-def test_ones_own_questions_are_labelled(tmp_path):
+def test_ones_own_questions_are_labelled(tmp_path, run):
     data, out = own_questions(tmp_path / "mine.jsonl", [None]), tmp_path / "labels.jsonl"
-    done = command("likelihood", "--task", "qa", "--data", data, "--out", str(out))
+    done = run("likelihood", "--task", "qa", "--data", data, "--out", str(out))
     assert done.returncode == 0 and done.stderr.startswith(f"1 questions of {data}\n"), done.stderr
     assert {example.question for example in read_labels(out, TOKENIZER)} == {0}
 
 
-def test_no_label_at_all_is_a_mistake_that_says_what_to_do(tmp_path):
+def test_no_label_at_all_is_a_mistake_that_says_what_to_do(tmp_path, run):
     data = own_questions(tmp_path / "mine.jsonl", ["-7"])
-    done = command("mine", "--task", "qa", "--data", data, "--out", str(tmp_path / "labels.jsonl"))
+    done = run("mine", "--task", "qa", "--data", data, "--out", str(tmp_path / "labels.jsonl"))
     assert done.returncode == 2 and "1 skipped as the target's own answer is wrong" in done.stdout
     assert "labels.jsonl holds no label: give questions that the target can answer" in done.stderr.splitlines()[-1]
 
@@ -193,17 +194,17 @@ def test_answers_that_the_draft_would_give_too_are_told():
     assert label.summary(rows, 0, 0) == "1 labels (0 right, 1 wrong) from 2 questions; in 1 the draft would say the same throughout"
 
 
-def test_an_interrupted_run_goes_on_and_gives_the_same_file(tmp_path):
+def test_an_interrupted_run_goes_on_and_gives_the_same_file(tmp_path, run):
     out = tmp_path / "labels.jsonl"
-    done = automatic("likelihood", out, "--html", str(tmp_path / "page.html"))
+    done = automatic(run, "likelihood", out, "--html", str(tmp_path / "page.html"))
     assert done.returncode == 0 and "an hour" in done.stdout, done.stderr
     whole = out.read_text()
     assert len(whole.splitlines()) == 2 and "Labelled answers" in (tmp_path / "page.html").read_text()
     out.write_text(whole[: whole.index("\n") + 40])  # killed while it wrote the second line
-    assert automatic("likelihood", out).returncode == 0
+    assert automatic(run, "likelihood", out).returncode == 0
     assert out.read_text() == whole
     assert {label for example in read_labels(out, TOKENIZER) for label in example.labels} == {RIGHT, WRONG, IGNORE}
-    refused = automatic("likelihood", out, "--threshold", "5")
+    refused = automatic(run, "likelihood", out, "--threshold", "5")
     assert refused.returncode == 2 and "made otherwise" in refused.stderr and out.read_text() == whole
 
 
@@ -215,10 +216,10 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_file(tmp_path):
     (("likelihood", "--task", "demo", "--target", "demo/target", "--draft", "demo/draft", "--window", "0"), "--window is 0"),
     (("manual", "nothing.jsonl", "--target", "demo/target"), "nothing.jsonl can't be read"),
 ])  # fmt: skip
-def test_mistakes_are_told_in_one_line(tmp_path, argv, words):
+def test_mistakes_are_told_in_one_line(tmp_path, run, argv, words):
     (tmp_path / "chat.jsonl").write_text('{"question_id": 1, "turns": ["Hello"]}')
     argv = [str(tmp_path / "chat.jsonl") if arg == "CHAT" else arg for arg in argv]
-    done = command(*argv, "--out", str(tmp_path / "x.jsonl"))
+    done = run(*argv, "--out", str(tmp_path / "x.jsonl"))
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "x.jsonl").exists()
 

@@ -21,17 +21,17 @@ PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorte
 
 
 def lines_of(page):
-    """The command lines in a page's blocks and in its code spans."""
-    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
-    blocks = re.findall(r"^ *```\n(.*?)^ *```", text, re.M | re.S)
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S))
-    for line in [line for block in blocks for line in block.splitlines()] + spans:
-        yield line.split(" #")[0].strip()
+    """The lines of a page's plain blocks and its code spans, in the order they are read in, and whether it is a block's."""
+    text = re.sub(r"\\\n *", "", (ROOT / page).read_text(encoding="utf-8"))
+    for found in re.finditer(r"^ *```(\w*)\n(.*?)^ *```$|`([^`]+)`", text, re.M | re.S):
+        language, block, span = found.groups()
+        for line in [" ".join(span.split())] if span else [] if language else block.splitlines():
+            yield line.split(" #")[0].strip(), not span
 
 
 def commands_of(page):
     """(program, its arguments) of every line that runs one of ours."""
-    for line in lines_of(page):
+    for line, _ in lines_of(page):
         found = re.search(r"(?:^|=\S+ |\) )(?:python|torchrun)((?: --nproc\S+)*) ((?:scripts/)?\w+\.py)\b(.*)", line)
         if found and page != "docs/commands.md":
             yield found[2], re.sub(r"\[.*?\]|…|\.\.\.| > \S+$", "", found[3]).strip()
@@ -42,7 +42,7 @@ COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) > 30
+    assert len(COMMANDS) > 50
 
 
 @pytest.mark.parametrize("program, argv", COMMANDS)
@@ -96,6 +96,9 @@ def test_the_rules_example_adds_a_rule():
         (name,) = judge.RULES.keys() - before.keys()
         accepted = [accepted_of(name, threshold) for threshold in (0.0, None, 1e9)]
         assert accepted[0] == accepted_of("standard", None) < accepted[1] < accepted[2] == 1
+        helps = {name: commands.parse(ROOT / name, [], only=True).format_help() for name in ("generate.py", "scripts/evaluate.py")}
+        assert "margin for margin (1.5)" in " ".join(helps["generate.py"].split())
+        assert "margin[:margin]" in helps["scripts/evaluate.py"]
         with pytest.raises(UserError, match=f"`threshold` is -1; for the rule {name} it is margin, of at least 0"):
             judge.check_threshold(name, -1.0)
     finally:

@@ -190,13 +190,12 @@ def test_a_signal_ends_it_even_in_the_middle_of_an_answer(number):
     assert "Traceback" not in process.stderr.read()
 
 
-def test_mistakes_at_the_start_take_one_line(port):
-    command = [sys.executable, ROOT / "scripts" / "serve.py"]
+def test_mistakes_at_the_start_take_one_line(port, command):
     for argv, words in (
         (("--port", str(port)), f"--port {port} can't be had"), (("--port", "99999"), "--port is 99999"),
         (("--queue", "-1"), "--queue is -1"), (("--draft-len", "few", "--port", "0"), "--draft-len is few"),
     ):  # fmt: skip
-        done = subprocess.run([*command, *argv], capture_output=True, text=True, timeout=120)
+        done = command("scripts/serve.py", *argv)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 

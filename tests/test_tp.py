@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -84,7 +85,7 @@ def torchrun(size, *argv, **options):
 
 
 def as_rank(rank, size, port, work, results):
-    """What a forked process does: join the others, work, and send the result home."""
+    """What a forked process does: join the others, work, and send the result home. No ``results``: ``work`` is a main."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost",
                    "MASTER_PORT": str(port)}  # fmt: skip
 
@@ -92,16 +93,16 @@ def as_rank(rank, size, port, work, results):
         with tp.ranks_of("cpu") as ranks:
             results.put((rank, work(ranks)))
 
-    run_cli(main)
+    run_cli(work if results is None else main)
 
 
-def fork_ranks(size, work):
+def fork_ranks(size, work, is_command=False):
     """Forked ranks, with nothing like torchrun's agent that would look after them, and their results."""
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    results = context.Queue()
+    results = None if is_command else context.Queue()
     processes = [context.Process(target=as_rank, args=(rank, size, port, work, results)) for rank in range(size)]
     for process in processes:
         process.start()
@@ -251,17 +252,6 @@ def published(tmp_path):
     )
 
 
-def test_the_published_command(tmp_path):
-    published(tmp_path)
-    process = torchrun(8, ROOT / PUBLISHED[0], *PUBLISHED[1:], "--max-new-tokens", "4", "--json", "--no-compile", cwd=tmp_path)
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
-    assert out.count('"tokens_per_s"') == 1  # only rank 0 speaks
-    result = json.loads(next(line for line in out.splitlines() if line.startswith('{"text"')))
-    assert result["config"]["ranks"] == 8 and result["config"]["quantize"] == "int8" and result["config"]["verify"] == "judge"
-    assert 1 <= result["new_tokens"] <= 4
-
-
 def endless(tmp_path, size):
     """Ranks that decode until they are stopped, once they have begun."""
     published(tmp_path)
@@ -328,16 +318,20 @@ ON_RANKS = {  # a command, the file it writes, and what of it or of the last lin
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_what_makes_and_measures_judges_does_the_same_on_ranks(name, tmp_path):
+def test_what_makes_and_measures_judges_does_the_same_on_ranks(name, tmp_path, monkeypatch, capfd):
     found = []
+    monkeypatch.chdir(ROOT)
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         (folder / "labels").write_text("".join((ROOT / "demo" / "judge_tuples.jsonl").open().readlines()[:4]))
         argv = [str(folder / "labels") if word == "LABELS" else word for word in ON_RANKS[name]]
-        process = torchrun(ranks, ROOT / "scripts" / argv[0], *argv[1:], folder / "out", cwd=ROOT)
-        out, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, out
+        monkeypatch.setattr(sys, "argv", [*argv, str(folder / "out")])
+        processes, _ = fork_ranks(ranks, importlib.import_module(argv[0].removesuffix(".py")).main, is_command=True)
+        for process in processes:
+            process.join(timeout=300)
+        out, err = capfd.readouterr()
+        assert [process.exitcode for process in processes] == [0] * ranks, err
         json_lines = [line for line in out.splitlines() if line.startswith('{"')]
         assert len(json_lines) == ("--json" in argv), out  # only rank 0 speaks
         found.append((folder / "out", json_lines[0] if json_lines else None))

@@ -73,9 +73,8 @@ def contents(path):
     return {name: tensor.view(torch.int16).tolist() for name, tensor in safetensors.torch.load_file(path).items()}
 
 
-@pytest.fixture
-def small(monkeypatch, tmp_path):
-    """The recipes cut down to seconds; returns a function that runs the script."""
+def cut_down(monkeypatch):
+    """The recipes take seconds."""
     for name in ("TARGET", "DRAFT"):
         recipe = dataclasses.replace(getattr(train_demo, name), dim=16, n_layers=2, ffn_dim=16, steps=5, batch_tokens=340)
         monkeypatch.setattr(train_demo, name, recipe)
@@ -83,6 +82,12 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(train_demo, "TUPLES", 4)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(train_demo, "train_tokenizer", lambda seed: (ROOT / "demo" / "target" / "tokenizer.model").read_bytes())
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """The recipes cut down to seconds; returns a function that runs the script."""
+    cut_down(monkeypatch)
 
     def run(name, *more):
         work, out = tmp_path / f"{name}-work", tmp_path / name
