@@ -284,7 +284,11 @@ def main() -> None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} needs a --{needed}")
     drafting = [] if args.draft is None else [f"standard@{args.draft_len}", *(["judge"] if args.judge is not None else [])]
     args.rules = args.rules or ",".join(["plain", *drafting])
-    if "plain" not in args.rules.split(","):
+    rules = args.rules.split(",")
+    for text in rules:
+        if rules.count(text) > 1:
+            raise UserError(f"--rules names {text!r} twice")
+    if "plain" not in rules:
         raise UserError(f"--rules {args.rules} lacks plain, which everyone is compared with")
     if args.draft is None and args.rules != "plain":
         raise UserError(f"--rules {args.rules} needs a --draft")

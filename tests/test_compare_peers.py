@@ -93,7 +93,7 @@ def test_everybody_says_the_same_on_the_demo(capsys, monkeypatch):
     compare_peers.main()
     printed = capsys.readouterr()
     rows = json.loads(printed.out.splitlines()[-1])["peers"]
-    assert {"ours: plain", "ours: standard@8", "ours: judge@4", "transformers: plain", "transformers: assisted"} < set(rows)
+    assert {"ours: plain", "ours: standard@8", "ours: judge@4", "transformers: plain", "transformers: assisted"} <= set(rows)
     assert all(row["as_ours"] == 24 for name, row in rows.items() if name != "ours: judge@4")
     assert "llama.cpp is left out: it needs --gguf" in printed.err
 
