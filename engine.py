@@ -303,7 +303,7 @@ class Engine:
             # at each place what was drafted there; at the last nothing was
             drafted = torch.cat((read[1:], read[:1])) if self.verify == "judge" else None
             best, top, log_p = best_and_log_p(local, self.target.ranks, self.target.config.vocab_size, drafted)
-            logits, log_p = None, log_p[:-1]
+            logits, log_p = None, None if drafted is None else log_p[:-1]
         z = judge_logits(self.target, judge[1:], log_p) if judge is not None and log_p is not None else None
         self.watch.mark("verify")
         if M:

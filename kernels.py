@@ -10,6 +10,7 @@ never depends on who was first. ``few_queries`` divides attention's keys in the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 P = TypeVar("P")
 MOST_ROWS = 64  # of x: more are cheaper by the plain expression
@@ -226,8 +228,15 @@ _chosen: dict[tuple[Any, ...], Any] = {}
 
 def fastest(shape: tuple[Any, ...], plans: Callable[[], list[P]], run: Callable[[P | None], Tensor]) -> P | None:
     """The plan that ``run`` is fastest by, or None where that is PyTorch's own way; measured when a shape is first met."""
+
+    def cost(way: P | None) -> float:
+        try:
+            return seconds(lambda: run(way))
+        except OutOfResources:  # a plan for larger devices
+            return math.inf
+
     if shape not in _chosen:
-        _chosen[shape] = min([None, *plans()], key=lambda way: seconds(lambda: run(way)))
+        _chosen[shape] = min([None, *plans()], key=cost)
     return _chosen[shape]
 
 

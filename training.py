@@ -137,24 +137,36 @@ def parts_of(labels: Tensor, questions: Tensor, generator: torch.Generator) -> T
 
 
 def weigh_log_p(scores: Tensor, log_p: Tensor, is_right: Tensor) -> tuple[float, float]:
-    """c and shift for which scores + c · log_p + shift tell right tokens from wrong ones best: logistic regression by Newton's
-    method, right and wrong weighing the same. (0, 0) where unlikelier tokens are the better ones, or there are few of a kind.
+    """c and shift for which scores + c · log_p + shift tell right tokens from wrong ones best: logistic regression, in which right
+    and wrong weigh the same. (0, 0) unless c is above 0 by twice its standard error, or where there are few of a kind.
 
     Args:
         scores, log_p, is_right: [N] each, of tokens that a head has not seen.
     """
     if min(int(is_right.sum()), int((~is_right).sum())) < LEAST:
         return 0.0, 0.0
-    y = is_right.double()
+    y, scores = is_right.double(), scores.double()
     weights = y / (2 * y.sum()) + (1 - y) / (2 * (1 - y).sum())
-    x, found = torch.stack((log_p.double(), torch.ones_like(y)), 1), torch.zeros(2, dtype=torch.float64)
-    keep = 1e-3 * torch.eye(2, dtype=torch.float64)  # or log-probabilities that divide them exactly would count without bound
-    for _ in range(30):
-        p = (scores.double() + x @ found).sigmoid()
-        slope = x.t() @ (weights * (p - y)) + keep @ found
-        found -= torch.linalg.solve((x * (weights * p * (1 - p))[:, None]).t() @ x + keep, slope)
+    x, found = torch.stack((log_p.double(), torch.ones_like(y)), 1), torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    keep = 1e-3  # or log-probabilities that divide them exactly would count without bound
+    optimizer = torch.optim.LBFGS([found], max_iter=500, tolerance_grad=1e-9, tolerance_change=0.0, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = (
+            F.binary_cross_entropy_with_logits(scores + x @ found, y, weights, reduction="sum") + keep / 2 * found.square().sum()
+        )
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    with torch.no_grad():
+        p = (scores + x @ found).sigmoid()
+        curvature = (x * (weights * p * (1 - p))[:, None]).t() @ x + keep * torch.eye(2, dtype=torch.float64)
+        each = x * (weights * (p - y))[:, None]  # Huber's estimate: the weights aren't counts
+        error = (torch.linalg.solve(curvature, each.t()) @ torch.linalg.solve(curvature, each.t()).t())[0, 0].sqrt()
     c, shift = found.tolist()
-    return (c, shift) if c > 0 and math.isfinite(c + shift) else (0.0, 0.0)
+    return (c, shift) if c > 2 * float(error) else (0.0, 0.0)
 
 
 def train_head(
@@ -177,12 +189,14 @@ def train_head(
     The heads are trained side by side, at the cost of one. Wrong tokens weigh n_right / n_wrong, which makes up for there
     being about one in twenty. States are standardised, and the scale is folded back into the weights returned.
 
-    What the target's log-probability of a token adds is found on the scores of tokens that a head hasn't seen, and that the
-    target would have put otherwise: of the others the standard test knows all.
+    What the target's log-probability of a token adds is found on the scores of tokens that a head hasn't seen. Those, and what
+    is said of the head, are of tokens that the target would have put otherwise, where there are some of both kinds: the others
+    are the standard test's.
 
     Args:
         states: [N, D] fp32; labels: [N], RIGHT or WRONG; questions: [N], whose answer a token comes from.
-        log_p: [N] fp32, and own: [N] bool, as in ``Seen``; without them log-probabilities count nothing.
+        log_p: [N] fp32, as in ``Seen``; without them log-probabilities count nothing.
+        own: [N] bool, as in ``Seen``; without them all tokens count as the target's own do not.
 
     Raises:
         UserError: there are too few right or wrong tokens to learn from some and to test on others.
@@ -228,15 +242,16 @@ def train_head(
             break
     scores = torch.cat([(best_w @ rows.t() + best_b[:, None]).t() for rows in x.split(4096)])[held.t()]
     token = torch.arange(len(x)).expand_as(held).t()[held.t()]
+    if own is not None and len(labels[~own].unique()) == 2:
+        scores, token = scores[~own[token]], token[~own[token]]
 
     def by_label() -> tuple[Tensor, Tensor]:
         right, wrong = (scores[labels[token] == label].sort().values for label in (RIGHT, WRONG))
         return right, wrong
 
     c, shift, without = 0.0, 0.0, auc_of(*by_label())
-    if log_p is not None and own is not None:
-        disputed = ~own[token]
-        c, shift = weigh_log_p(scores[disputed], log_p[token][disputed], is_right[token][disputed])
+    if log_p is not None:
+        c, shift = weigh_log_p(scores, log_p[token], is_right[token])
         scores = scores + c * log_p[token] + shift
     weight, epochs = best_w.mean(0) / std, round(float(best_epoch.float().mean()))
     return TrainResult(weight, float(best_b.mean() - weight @ mean) + shift, epochs, *by_label(), c, without)

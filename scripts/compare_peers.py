@@ -262,9 +262,9 @@ def main() -> None:
     p.add_argument("--repeat", type=int, default=3, metavar="N", help="texts of each (default: 3)")
     p.add_argument("--new-tokens", type=int, default=48, metavar="N", help="n, as above (default: 48)")
     p.add_argument("--draft-len", type=int, default=8, metavar="M",
-                   help="tokens drafted a round by the standard test and llama.cpp (default: 8)")  # fmt: skip
+                   help="tokens drafted a round by llama.cpp, and by a rule standard without @M (default: 8)")  # fmt: skip
     p.add_argument("--rules", metavar="LIST",
-                   help="ours, as benchmark.py takes them, such as plain,judge@8 (default: plain, standard@M, judge)")  # fmt: skip
+                   help="ours, as benchmark.py takes them, such as plain,judge@8 (default: plain, standard, judge)")  # fmt: skip
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo")
     p.add_argument("--quantize", choices=["none", *MODES], default="none", help="our weights (default: none)")
     p.add_argument("--no-compile", action="store_true", help="nobody compiles")
@@ -282,13 +282,16 @@ def main() -> None:
         needed = "draft" if name == "judge" else "gguf"
         if getattr(args, name) is not None and getattr(args, needed) is None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} needs a --{needed}")
-    drafting = [] if args.draft is None else [f"standard@{args.draft_len}", *(["judge"] if args.judge is not None else [])]
+    drafting = [] if args.draft is None else ["standard", *(["judge"] if args.judge is not None else [])]
     args.rules = args.rules or ",".join(["plain", *drafting])
     rules = args.rules.split(",")
     for text in rules:
         if rules.count(text) > 1:
             raise UserError(f"--rules names {text!r} twice")
-    if "plain" not in rules:
+    if "plain" in rules:  # everyone's tokens are held against those of the first
+        rules.sort(key=lambda text: text != "plain")
+        args.rules = ",".join(f"{text}@{args.draft_len}" if text == "standard" else text for text in rules)
+    else:
         raise UserError(f"--rules {args.rules} lacks plain, which everyone is compared with")
     if args.draft is None and args.rules != "plain":
         raise UserError(f"--rules {args.rules} needs a --draft")

@@ -361,16 +361,46 @@ def test_what_a_log_probability_counts_is_found():
     assert abs(training.train_head(states, labels, questions, log_p, own, lr=1e-2).log_p - result.log_p) < 0.4
 
 
-@given(st.integers(0, 10**6), st.sampled_from([1.0, 30.0]), st.booleans())
-@settings(deadline=None, max_examples=25)
-def test_a_log_probability_counts_for_a_token_or_not_at_all(seed, spread, divides):
+@given(st.integers(0, 10**6), st.sampled_from([1.0, 30.0]), st.sampled_from([0.1, 1.0, 12.0]), st.sampled_from([-8.0, 0.0, 8.0]))
+@settings(deadline=None, max_examples=40)
+def test_what_a_log_probability_counts_is_the_best_whatever_the_scores(seed, reach, spread, offset):
+    """For scores of any width and offset: nothing near it loses less."""
     generator = torch.Generator().manual_seed(seed)
-    scores, log_p = torch.randn(200, generator=generator), -spread * torch.rand(200, generator=generator)
-    is_right = log_p > -spread / 2 if divides else torch.rand(200, generator=generator) < 0.5
+    scores = offset + spread * torch.randn(200, generator=generator).double()
+    log_p = -reach * torch.rand(200, generator=generator).double()
+    is_right = log_p + reach / 4 * torch.randn(200, generator=generator) > -reach / 2
+    y = is_right.double()
+    weights = y / (2 * y.sum()) + (1 - y) / (2 * (1 - y).sum())
+
+    def loss(c, shift):
+        z = scores + c * log_p + shift
+        return float((weights * torch.nn.functional.softplus(torch.where(is_right, -z, z))).sum()) + 5e-4 * (c * c + shift * shift)
+
     c, shift = training.weigh_log_p(scores, log_p, is_right)
-    assert math.isfinite(c) and math.isfinite(shift) and c >= 0 and (c > 0 or shift == 0)
-    if divides:
-        assert c > 0 and training.weigh_log_p(scores, log_p, ~is_right) == (0.0, 0.0)
+    if c:
+        steps = [(a, b) for a in (-0.05, 0.0, 0.05) for b in (-0.05, 0.0, 0.05)]
+        assert all(loss(c, shift) <= loss(c * (1 + a), shift + b * (1 + abs(shift))) + 1e-9 for a, b in steps)
+    assert c >= 0 and (c > 0 or shift == 0) and (c > 0 or spread > 1)
+    assert training.weigh_log_p(scores, log_p, ~is_right) == (0.0, 0.0)
+
+
+def test_a_log_probability_that_says_nothing_seldom_counts():
+    counts = 0
+    for seed in range(100):
+        generator = torch.Generator().manual_seed(seed)
+        is_right = torch.rand(200, generator=generator) < 0.6
+        scores, log_p = is_right + torch.randn(200, generator=generator), -torch.rand(200, generator=generator).exp()
+        counts += training.weigh_log_p(scores, log_p, is_right)[0] > 0
+    assert counts <= 8  # 2.3 % are above two standard errors
+
+
+def test_what_is_said_of_a_head_is_of_what_the_standard_test_leaves_to_it():
+    states, labels, questions = separable(40, 20)
+    own = (labels == RIGHT) & (torch.arange(len(labels)) % 3 > 0)
+    result = training.train_head(states, labels, questions, torch.zeros(len(labels)), own, lr=1e-2, max_epochs=5)
+    assert len(result.wrong) == int((labels == WRONG).sum()) and len(result.right) == int(((labels == RIGHT) & ~own).sum())
+    none = training.train_head(states, labels, questions, torch.zeros(len(labels)), labels == RIGHT, lr=1e-2, max_epochs=5)
+    assert len(none.right) == int((labels == RIGHT).sum())  # nothing right is left to it: then of all
 
 
 def test_too_few_tokens_say_nothing_of_log_probabilities():

@@ -120,3 +120,17 @@ def test_the_fastest_way_is_taken_and_measured_once(monkeypatch):
     times[6] = 0.1
     kernels.int8_linear_cuda(*operands(20, 64, 256))
     assert list(kernels._chosen.values())[1] is None  # the plain expression may win too
+
+
+def test_a_plan_that_a_device_has_no_room_for_is_not_taken(monkeypatch):
+    """Smaller GPUs have less shared memory than the plans are made for."""
+    monkeypatch.setattr(kernels, "_chosen", {})
+    monkeypatch.setattr(kernels, "seconds", lambda run: float(run()))
+
+    def run(way):
+        if way == "large":
+            raise kernels.OutOfResources(139264, 101376, "shared memory")
+        return {None: 2.0, "small": 1.0}[way]
+
+    assert kernels.fastest(("some",), lambda: ["large", "small"], run) == "small"
+    assert kernels.fastest(("other",), lambda: ["large"], run) is None

@@ -55,8 +55,12 @@ def test_a_command_of_the_documents_is_understood(program, argv):
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_is_there(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert link.startswith("https://") or ((ROOT / page).parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", text):
+        path = (ROOT / page).parent / link
+        assert link.startswith("https://") or path.exists(), link
+        if anchor and path.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)", path.read_text(encoding="utf-8"), re.M)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
     for name in re.findall(r"`((?:scripts|tests|docs|demo)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
 
