@@ -288,13 +288,12 @@ def main() -> None:
     for text in rules:
         if rules.count(text) > 1:
             raise UserError(f"--rules names {text!r} twice")
-    if "plain" in rules:  # everyone's tokens are held against those of the first
-        rules.sort(key=lambda text: text != "plain")
-        args.rules = ",".join(f"{text}@{args.draft_len}" if text == "standard" else text for text in rules)
-    else:
+    if "plain" not in rules:
         raise UserError(f"--rules {args.rules} lacks plain, which everyone is compared with")
-    if args.draft is None and args.rules != "plain":
+    if args.draft is None and rules != ["plain"]:
         raise UserError(f"--rules {args.rules} needs a --draft")
+    rules.sort(key=lambda text: text != "plain")  # everyone's tokens are held against those of the first
+    args.rules = ",".join(f"{text}@{args.draft_len}" if text == "standard" else text for text in rules)
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     prompts = [encode(pair.tokenizer, problem, args.task) for problem in read_problems(args.task, args.data, args.limit)]
     max_len = max(map(len, prompts)) + 2 * args.new_tokens
