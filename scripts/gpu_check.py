@@ -20,7 +20,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,25 @@ def check_right(device: str, tokens: int = 200) -> dict[str, Any]:
     return {"rows": rows, "right": agree and all(row["as_cpu"] is None or row["as_cpu"] > 0.5 for row in rows)}
 
 
+def compare(
+    label: str, plain: str, plans: Sequence[Any], by: Callable, args: tuple[Any, ...], exact: torch.Tensor,
+    size_of_one: torch.Tensor, clock: Callable,
+) -> dict[str, Any]:  # fmt: skip
+    """``by(plan, *args)`` for each plan and for PyTorch's own way, None, which is called ``plain``: the largest errors in units of
+    ``size_of_one``, and the times by ``clock``."""
+    ways: dict[str, Any] = {plain: None} | {str(tuple(p)): p for p in plans}
+    errors, times = {}, {}
+    for way, plan in ways.items():
+        print(f"{label}, {way}", file=sys.stderr, flush=True)
+        run = functools.partial(by, plan, *args)
+        errors[way], times[way] = float(((run() - exact).abs() / size_of_one).max()), clock(run)
+    best = min(times, key=lambda way: times[way])
+    return {
+        "best": best, "us": 1e6 * times[best], f"{plain}_us": 1e6 * times[plain], f"{plain}_error": errors[plain],
+        "largest_error": max(error for way, error in errors.items() if way != plain),
+    }  # fmt: skip
+
+
 def check_kernels(
     device: str, cases: list[tuple[str, int]], rows: tuple[int, ...], seconds: Callable | None = None
 ) -> dict[str, Any]:
@@ -95,7 +114,7 @@ def check_kernels(
 
     clock, found, seen = seconds or kernels.seconds, list[dict[str, Any]](), set[tuple[int, int]]()
     dtype = torch.bfloat16 if device == "cuda" else torch.float16  # what Triton's interpreter can multiply
-    processors = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 4
+    processors = kernels.processors_of(torch.device(device)) if device == "cuda" else 4
     for name, size in cases:
         for product, (N, K) in products(shape(name), size).items():
             if (N, K) in seen:
@@ -107,18 +126,10 @@ def check_kernels(
                 x = torch.randn(T, K, device=device).to(dtype)
                 exact = x.float() @ (weight.float() * scale[:, None]).t()
                 size_of_one = exact.abs() * torch.finfo(dtype).eps + 1e-3 * exact.std()
-                ways: dict[str, Any] = {"plain": None} | {str(tuple(p)): p for p in kernels.plans_for(N, K, processors)}
-                errors, times = {}, {}
-                for way, plan in ways.items():
-                    print(f"{product} {N} x {K}, {T} rows, {way}", file=sys.stderr, flush=True)
-                    errors[way] = float(((kernels.by(plan, x, weight, scale, None) - exact).abs() / size_of_one).max())
-                    times[way] = clock(functools.partial(kernels.by, plan, x, weight, scale, None))
-                best = min(times, key=lambda way: times[way])
-                found.append({
-                    "model": name, "ranks": size, "product": product, "N": N, "K": K, "rows": T, "best": best,
-                    "us": 1e6 * times[best], "plain_us": 1e6 * times["plain"], "gb_s": N * K / times[best] / 1e9,
-                    "largest_error": max(error for way, error in errors.items() if way != "plain"), "plain_error": errors["plain"],
-                })  # fmt: skip
+                plans, args = kernels.plans_for(N, K, processors), (x, weight, scale, None)
+                row = compare(f"{product} {N} x {K}, {T} rows", "plain", plans, kernels.by, args, exact, size_of_one, clock)
+                found.append({"model": name, "ranks": size, "product": product, "N": N, "K": K, "rows": T, **row,
+                              "gb_s": N * K / row["us"] / 1e3})  # fmt: skip
     return {"products": found, "right": all(row["largest_error"] < 2 for row in found)}
 
 
@@ -141,18 +152,9 @@ def check_attention(
             mask = torch.zeros((), dtype=dtype, device=device).masked_fill(hidden, float("-inf")).repeat(G, 1)
             exact = attention.masked(q.double(), k.double(), v.double(), mask.double())
             size_of_one = torch.finfo(dtype).eps * (exact.abs() + exact.std())
-            ways: dict[str, Any] = {"sdpa": None} | {str(tuple(p)): p for p in attention.plans_for(K, G * T, bucket, processors)}
-            errors, times = {}, {}
-            for way, plan in ways.items():
-                print(f"attention {K} x {G}, {T} tokens, {way}", file=sys.stderr, flush=True)
-                run = functools.partial(attention.by, plan, q, k, v, mask, positions)
-                errors[way], times[way] = float(((run() - exact).abs() / size_of_one).max()), clock(run)
-            best = min(times, key=lambda way: times[way])
-            found.append({
-                "model": name, "ranks": size, "key_heads": K, "groups": G, "tokens": T, "bucket": bucket, "best": best,
-                "us": 1e6 * times[best], "sdpa_us": 1e6 * times["sdpa"], "sdpa_error": errors["sdpa"],
-                "largest_error": max(error for way, error in errors.items() if way != "sdpa"),
-            })  # fmt: skip
+            plans, args = attention.plans_for(K, G * T, bucket, processors), (q, k, v, mask, positions)
+            row = compare(f"attention {K} x {G}, {T} tokens", "sdpa", plans, attention.by, args, exact, size_of_one, clock)
+            found.append({"model": name, "ranks": size, "key_heads": K, "groups": G, "tokens": T, "bucket": bucket, **row})
     return {"attention": found, "right": all(row["largest_error"] < 2 for row in found)}
 
 
