@@ -26,7 +26,7 @@ from errors import Parser, UserError, quiet_start, run_cli
 quiet_start(__name__)
 
 import torch
-from benchmark import engine_of, parse_setting, spread
+from benchmark import Setting, engine_of, parse_setting, spread
 from tasks import TASKS, encode, read_problems
 from torch import Tensor
 from tqdm import tqdm
@@ -48,15 +48,13 @@ class Peer(NamedTuple):
     complete: Callable[[list[int], int], list[int]]
 
 
-def our_peers(args: argparse.Namespace, pair: checkpoint.Pair, max_len: int) -> list[Peer]:
-    """Plain decoding, and other rules with their draft lengths."""
+def our_peers(args: argparse.Namespace, pair: checkpoint.Pair, settings: list[Setting]) -> list[Peer]:
+    """An engine for each setting."""
     target, draft = pair.load(checkpoint.DTYPES[args.dtype], quantization=args.quantize)
     if not args.no_compile:
         for model in (target, draft):
             if model is not None:
                 model.compile_blocks(dynamic=True)
-    heads = {} if pair.head is None else {"judge": pair.head}
-    settings = [parse_setting(text, heads, max_len) for text in args.rules.split(",")]
     engines = {s.name: engine_of(s, target, draft) for s in settings}
 
     def complete(engine: Engine) -> Callable[[list[int], int], list[int]]:
@@ -189,7 +187,7 @@ def llama_peers(args: argparse.Namespace, max_len: int) -> list[Peer]:
     return peers
 
 
-def gather_peers(args: argparse.Namespace, pair: checkpoint.Pair, max_len: int) -> list[Peer]:
+def gather_peers(args: argparse.Namespace, pair: checkpoint.Pair, settings: list[Setting], max_len: int) -> list[Peer]:
     """Ours, and those that are installed and can be had; a word about the others."""
     others: list[Peer] = []
     folders = [folder for folder in (pair.target, pair.draft) if folder is not None]
@@ -208,7 +206,7 @@ def gather_peers(args: argparse.Namespace, pair: checkpoint.Pair, max_len: int) 
             others += llama_peers(args, max_len)
         except ImportError:
             print("llama.cpp is left out: it isn't installed (pip install -r requirements-peers.txt)", file=sys.stderr)
-    return our_peers(args, pair, max_len) + others
+    return our_peers(args, pair, settings) + others
 
 
 def measure(peers: list[Peer], prompts: list[list[int]], repeat: int, n: int) -> dict[str, dict[str, Any]]:
@@ -293,12 +291,14 @@ def main() -> None:
     if args.draft is None and rules != ["plain"]:
         raise UserError(f"--rules {args.rules} needs a --draft")
     rules.sort(key=lambda text: text != "plain")  # everyone's tokens are held against those of the first
-    args.rules = ",".join(f"{text}@{args.draft_len}" if text == "standard" else text for text in rules)
     pair = checkpoint.find_pair(args.target, args.draft, args.judge)
     prompts = [encode(pair.tokenizer, problem, args.task) for problem in read_problems(args.task, args.data, args.limit)]
     max_len = max(map(len, prompts)) + 2 * args.new_tokens
+    heads = {} if pair.head is None else {"judge": pair.head}
+    named = [f"{text}@{args.draft_len}" if text == "standard" else text for text in rules]
+    settings = [parse_setting(text, heads, max_len) for text in named]  # before anything is loaded
     with torch.inference_mode():
-        rows = measure(gather_peers(args, pair, max_len), prompts, args.repeat, args.new_tokens)
+        rows = measure(gather_peers(args, pair, settings, max_len), prompts, args.repeat, args.new_tokens)
     print(table(rows), file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps({"new_tokens": args.new_tokens, "threads": torch.get_num_threads(), "dtype": args.dtype, "peers": rows}))
