@@ -295,7 +295,8 @@ class Engine:
         states = self.target.step(read, positions, self.target_cache, bucket)
         if self.whole_logits:
             logits, judge = self.target.logits(states)
-            log_p = log_probabilities(logits[:-1], read[1:]) if judge is not None else None
+            heard = judge is not None and (self.verify != "standard" or self.trace is not None)
+            log_p = log_probabilities(logits[:-1], read[1:]) if heard else None
             logits = warp(logits, self.sampling)
             top, best = logits.max(-1)
         else:
@@ -303,7 +304,7 @@ class Engine:
             # at each place what was drafted there; at the last nothing was
             drafted = torch.cat((read[1:], read[:1])) if self.verify == "judge" else None
             best, top, log_p = best_and_log_p(local, self.target.ranks, self.target.config.vocab_size, drafted)
-            logits, log_p = None, None if drafted is None else log_p[:-1]
+            logits, log_p = None, None if log_p is None else log_p[:-1]
         z = judge_logits(self.target, judge[1:], log_p) if judge is not None and log_p is not None else None
         self.watch.mark("verify")
         if M:

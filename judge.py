@@ -225,6 +225,12 @@ class Head:
         """Let the target carry this head."""
         model.fuse_judge(self.weight, self.bias, self.kind, self.floor, self.log_p)
 
+    def on(self, model: Transformer) -> Transformer:
+        """A twin of the target that carries this head; the target stays as it is."""
+        twin = model.twin()
+        self.fuse(twin)
+        return twin
+
     def save(self, path: Path) -> None:
         """Write the head; loadable with ``torch.load(weights_only=True)``."""
         with replacing(path) as partial:

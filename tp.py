@@ -160,8 +160,8 @@ def best_of(logits: Tensor, ranks: Ranks, limit: int) -> Tensor:
     return best_and_log_p(logits, ranks, limit, None)[0]
 
 
-def best_and_log_p(logits: Tensor, ranks: Ranks, limit: int, tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``best_of``, the logits [T] of these, and the log-probabilities [T] of ``tokens`` [T] (without any: nothing of meaning).
+def best_and_log_p(logits: Tensor, ranks: Ranks, limit: int, tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As ``best_of``, the logits [T] of these, and the log-probabilities [T] of ``tokens`` [T] (None without any).
 
     Of the logits only each rank's best and their sum are sent, four numbers a place.
     """
@@ -174,14 +174,14 @@ def best_and_log_p(logits: Tensor, ranks: Ranks, limit: int, tokens: Tensor | No
     mine = logits.gather(-1, own[:, None])[:, 0]
     value = logits.gather(-1, best[:, None])[:, 0]
     if ranks.size == 1:
-        return best, value, mine if tokens is None else mine - logits.logsumexp(-1)
+        return best, value, None if tokens is None else mine - logits.logsumexp(-1)
     parts = [value, (best + first).float()]  # ids are exact in fp32 up to 2^24
     if tokens is not None:
         parts += [logits.logsumexp(-1), torch.where((tokens >= first) & (tokens < first + n), mine, -math.inf)]
     every = gather(torch.stack(parts, -1))  # [ranks, T, 2 or 4]
     winner = every[..., 0].argmax(0)  # of equals the lowest rank, which has the lowest ids
     best = every[..., 1].gather(0, winner[None])[0].long()
-    return best, every[..., 0].amax(0), value if tokens is None else every[..., 3].amax(0) - every[..., 2].logsumexp(0)
+    return best, every[..., 0].amax(0), None if tokens is None else every[..., 3].amax(0) - every[..., 2].logsumexp(0)
 
 
 def agree(x: Tensor, check: bool = False) -> None:

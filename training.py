@@ -164,7 +164,7 @@ def weigh_log_p(scores: Tensor, log_p: Tensor, is_right: Tensor) -> tuple[float,
         p = (scores + x @ found).sigmoid()
         curvature = (x * (weights * p * (1 - p))[:, None]).t() @ x + keep * torch.eye(2, dtype=torch.float64)
         each = x * (weights * (p - y))[:, None]  # Huber's estimate: the weights aren't counts
-        error = (torch.linalg.solve(curvature, each.t()) @ torch.linalg.solve(curvature, each.t()).t())[0, 0].sqrt()
+        error = torch.linalg.solve(curvature, each.t())[0].norm()
     c, shift = found.tolist()
     return (c, shift) if c > 2 * float(error) else (0.0, 0.0)
 
@@ -195,8 +195,8 @@ def train_head(
 
     Args:
         states: [N, D] fp32; labels: [N], RIGHT or WRONG; questions: [N], whose answer a token comes from.
-        log_p: [N] fp32, as in ``Seen``; without them log-probabilities count nothing.
-        own: [N] bool, as in ``Seen``; without them all tokens count as the target's own do not.
+        log_p: [N] fp32, as in ``Seen``; without it log-probabilities count nothing.
+        own: [N] bool, as in ``Seen``; without it no token is taken to be the target's own.
 
     Raises:
         UserError: there are too few right or wrong tokens to learn from some and to test on others.
@@ -245,13 +245,13 @@ def train_head(
     if own is not None and len(labels[~own].unique()) == 2:
         scores, token = scores[~own[token]], token[~own[token]]
 
-    def by_label() -> tuple[Tensor, Tensor]:
+    def by_label(scores: Tensor) -> tuple[Tensor, Tensor]:
         right, wrong = (scores[labels[token] == label].sort().values for label in (RIGHT, WRONG))
         return right, wrong
 
-    c, shift, without = 0.0, 0.0, auc_of(*by_label())
+    c, shift, without = 0.0, 0.0, auc_of(*by_label(scores))
     if log_p is not None:
         c, shift = weigh_log_p(scores, log_p[token], is_right[token])
         scores = scores + c * log_p[token] + shift
     weight, epochs = best_w.mean(0) / std, round(float(best_epoch.float().mean()))
-    return TrainResult(weight, float(best_b.mean() - weight @ mean) + shift, epochs, *by_label(), c, without)
+    return TrainResult(weight, float(best_b.mean() - weight @ mean) + shift, epochs, *by_label(scores), c, without)

@@ -221,9 +221,7 @@ def from_nothing(args: argparse.Namespace, ranks: Ranks) -> Bench:
 
 def engine_of(s: Setting, target: Transformer, draft: Transformer | None, made: type[Engine] = Engine, **options: Any) -> Engine:
     """An engine for a setting, of the class ``made``; the models may serve several."""
-    if s.rule.head is not None:
-        target = target.twin()
-        s.rule.head.fuse(target)
+    target = target if s.rule.head is None else s.rule.head.on(target)
     options |= {"verify": s.rule.verify, "threshold": s.rule.threshold, "max_len": s.max_len}
     return made(target, draft, draft_len=s.draft_len, adapt=s.adapt, **options) if s.draft_len else made(target, **options)
 

@@ -266,9 +266,7 @@ def build_engines(args, contenders: list[Contender], max_len: int, pair: checkpo
             alone, cache = (target, caches[0]) if c.name == "plain" else (draft, caches[1])
             engines[c.name] = Engine(alone, max_len=max_len, caches=(cache, None))
             continue
-        judging = target if c.head is None else target.twin()
-        if c.head is not None:
-            c.head.fuse(judging)
+        judging = target if c.head is None else c.head.on(target)
         engines[c.name] = Engine(
             judging, draft, draft_len=draft_len(args, c), verify=c.verify, threshold=c.threshold, max_len=max_len,
             caches=caches,

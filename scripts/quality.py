@@ -55,7 +55,8 @@ def read(model: Transformer, texts: list[Text], name: str) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {"log_p": [], "best": [], "judge": []}
     for text in tqdm(texts, desc=name, unit="answer", disable=None):
         logits, judge = model.logits(reader.read(text.prompt + text.answer)[len(text.prompt) - 1 :])
-        found["log_p"].append(log_p := log_probabilities(logits[:-1], torch.tensor(text.answer)))
+        log_p = log_probabilities(logits[:-1], torch.tensor(text.answer))
+        found["log_p"].append(log_p)
         found["best"].append(logits[:-1].argmax(-1))
         if judge is not None:
             found["judge"].append(judge_logits(model, judge[1:], log_p))
@@ -64,8 +65,7 @@ def read(model: Transformer, texts: list[Text], name: str) -> dict[str, Tensor]:
 
 def with_a_plain_row(model: Transformer, head) -> Transformer:
     """The int8 model with the judge's row rounded like any other, for comparison with what ``with_judge`` makes of it."""
-    twin = model.twin()
-    head.fuse(twin)
+    twin = head.on(model)
     output = twin.output
     assert isinstance(output, Int8Linear)
     output.scale.data[-JUDGE_ROWS + 1 :] = 0  # the rows that hold what rounding took
