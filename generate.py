@@ -26,7 +26,7 @@ from judge import RULES, knobs
 from linear import MODES
 from llm import CONTEXT, DEMO, LLM, Options, default_dtype, encode
 from page import KINDS, Passage, generated_spans, page
-from tp import Ranks, ranks_of, same, together, told
+from tp import Ranks, default_device, ranks_of, same, together, told
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  gives input() line editing and a history, where the system has it
@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="weights of both models; checkpoints that are quantized already need no word (default: none)")  # fmt: skip
     add("--draft-tp", type=int, metavar="N", help="ranks that share the draft: all (the default), or 1, so that each has all of it")
     add("--check-ranks", action="store_true", help="compare what the ranks decide in every round, for debugging")
-    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
+    add("--device", choices=["cuda", "cpu"], default=default_device(), help="default: cuda where there is one")
     add("--no-compile", action="store_true", help="run the blocks uncompiled: starts sooner, decodes slower")
     add("--num-samples", type=int, default=1, metavar="N", help="generate N times; figures are medians (default: 1)")
     add("--show", action="store_true", help="colour each token by who accepted it, even when stdout is no terminal")
@@ -104,7 +104,6 @@ def check_args(args: argparse.Namespace) -> None:
     check_writable("--html", args.html)
     if args.interactive and (args.json or args.num_samples > 1):
         raise UserError(f"{'--json' if args.json else '--num-samples'} can't be had with --interactive")
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def options_of(args: argparse.Namespace) -> Options:

@@ -22,8 +22,6 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import torch
-
 import checkpoint
 from engine import Engine, Generation, Sampling, cache_length, check_vocabulary, decode
 from errors import UserError
@@ -31,7 +29,7 @@ from judge import RULES, check_threshold, default_threshold
 from linear import MODES
 from pace import LENGTHS
 from tokenizer import Output, Tokenizer
-from tp import check_device
+from tp import check_device, default_device
 
 DEMO = Path(__file__).parent / "demo"
 CONTEXT = 8192  # tokens a text may have by default: caches for a whole context of 131,072 would take 17 GB for an 8B
@@ -245,7 +243,7 @@ class LLM:
         trace: bool = False,
         check_ranks: bool = False,
     ) -> None:
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or default_device()
         dtypes, forms = (None, *checkpoint.DTYPES), ("none", *MODES)
         for name, value, there_are in (
             ("dtype", dtype, dtypes),

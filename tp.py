@@ -324,6 +324,11 @@ class Watch:
 _watch: Watch | None = None
 
 
+def default_device() -> str:
+    """CUDA where there is some."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def check_device(device: str) -> None:
     """Raises UserError for CUDA on a machine that hasn't it."""
     if device == "cuda" and not torch.cuda.is_available():

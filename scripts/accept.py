@@ -35,7 +35,7 @@ from llm import DEMO, default_dtype, is_demo
 from model import Reader, Transformer
 from page import Passage, Span, describe, page, token_texts
 from tokenizer import Tokenizer
-from tp import Ranks, ranks_of
+from tp import Ranks, default_device, ranks_of
 
 LONGEST_BLOCK = 40
 PLACES = 8  # parts of an answer whose acceptance is shown apart
@@ -133,8 +133,7 @@ def parse_args():
     p.add_argument("--limit", type=int, default=100, metavar="N", help="answers (default: 100)")
     p.add_argument("--raw", action="store_true", help="the questions are whole prompts: no chat template")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo's target")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
-                   help="default: cuda where there is one")  # fmt: skip
+    p.add_argument("--device", choices=["cuda", "cpu"], default=default_device(), help="default: cuda where there is one")
     p.add_argument("--html", type=Path, metavar="FILE", help="write the answers as a page, judged by the last rule of the list")
     p.add_argument("--plot", type=Path, metavar="FILE", help="write the curve of m* against M (needs matplotlib)")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the tables go to stderr")
@@ -158,6 +157,8 @@ def choose(args, pair: checkpoint.Pair) -> list[Contender]:
     for rule in chosen:
         if rule.name in ("plain", "draft"):
             raise UserError(f"--rules names {rule.name}, which accepts nothing; there are standard, {', '.join(RULES)}")
+        if "@" in rule.name:
+            raise UserError(f"--rules names {rule.name!r}; every M from 1 to {LONGEST_BLOCK} is shown, and none is chosen")
         if rule.verify == "kl" and pair.draft is None:
             raise UserError("--rules names kl, which needs a --draft")
     return chosen

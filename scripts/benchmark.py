@@ -39,13 +39,12 @@ from tqdm import tqdm
 
 import checkpoint
 from engine import TARGET, Engine, Round, Sampling
-from generate import draft_length
 from judge import Block, Head, rules_with_knobs
 from linear import MODES, Linear, group_of
 from llm import DEMO, default_dtype
 from model import Transformer
 from pace import LENGTHS
-from tp import Ranks, check_divides, local_config, ranks_of, together
+from tp import Ranks, check_divides, default_device, local_config, ranks_of, together
 
 READ_BYTES = 1 << 30  # read to measure a bandwidth: more than any cache holds
 
@@ -153,16 +152,13 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def parse_setting(text: str, heads: dict[str, Head], max_len: int) -> Setting:
     """``plain``, or a rule with its knob and @M: ``standard``, ``judge:0.3@12``, ``topk:5@auto``. Raises UserError."""
-    name, _, length = text.partition("@")
-    rule = parse_rules(name, heads)[0]
+    adapt = text.endswith("@auto")
+    rule = parse_rules(text.removesuffix("@auto"), heads)[0]
     if rule.name == "draft":
         raise UserError("--rules names draft; to time a draft alone give it as --target")
-    if length and rule.name == "plain":
+    if adapt and rule.name == "plain":
         raise UserError(f"--rules names {text!r}; plain decoding drafts nothing")
-    M = draft_length(length) if length else 0 if rule.name == "plain" else 8 if rule.verify == "standard" else 25
-    if length and M != "auto" and int(M) < 1:
-        raise UserError(f"--rules names {text!r}; @M must be at least 1")
-    return Setting(text, rule, LENGTHS[-1] if M == "auto" else int(M), M == "auto", max_len)
+    return Setting(text, rule, LENGTHS[-1] if adapt else rule.draft_len, adapt, max_len)
 
 
 def parse_settings(args: argparse.Namespace, heads: dict[str, Head], longest_prompt: int) -> list[Setting]:
@@ -384,8 +380,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     add("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
     add("--quantize", choices=["none", *MODES], default="none", help="weights of both models (default: none)")
-    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
-        help="default: cuda where there is one")  # fmt: skip
+    add("--device", choices=["cuda", "cpu"], default=default_device(), help="default: cuda where there is one")
     add("--no-compile", action="store_true", help="run the blocks uncompiled")
     add("--plot", type=Path, metavar="FILE", help="write what a token's time is made of as a picture (needs matplotlib)")
     add("--json", action="store_true", help="end stdout with one JSON object; the table goes to stderr")

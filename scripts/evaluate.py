@@ -24,7 +24,6 @@ from errors import Parser, UserError, quiet_start, run_cli
 
 quiet_start(__name__)
 
-import torch
 from plots import Point, check_plot, trade_off_figure
 from tasks import TASKS, Problem, encode, read_problems
 from tqdm import tqdm
@@ -35,7 +34,7 @@ from files import append_jsonl, check_writable, resume_jsonl, write_jsonl
 from judge import RULES, Head, check_threshold, default_threshold, rules_with_knobs
 from llm import DEMO, default_dtype, is_demo
 from tokenizer import Output, Tokenizer
-from tp import Ranks, ranks_of, told
+from tp import Ranks, default_device, ranks_of, told
 
 
 @dataclass(frozen=True)
@@ -45,20 +44,33 @@ class Contender:
     name: str  # as given in --rules
     verify: str
     threshold: float
+    draft_len: int  # M; 0 where a model decodes alone
     head: Head | None = None  # the judge's
 
 
-def parse_rules(text: str, heads: dict[str, Head]) -> list[Contender]:
-    """``plain,draft,standard,judge,topk:5`` to contenders; with several heads there is a judge of each.
+def parse_rules(text: str, heads: dict[str, Head], draft_len: int | None = None) -> list[Contender]:
+    """``plain,draft,standard@25,judge,topk:5`` to contenders; with several heads there is a judge of each.
+
+    Args:
+        draft_len: M of what says none behind an @; None: 25, but 8 for the standard test.
 
     Raises:
-        UserError: an unknown rule or knob, or a judge without a head.
+        UserError: an unknown rule, knob or M, the same twice, or a judge without a head.
     """
-    contenders = []
-    for name in text.split(","):
-        kind, _, knob = name.partition(":")
+    contenders: list[Contender] = []
+    names = text.split(",")
+    for name in names:
+        rule, at, length = name.partition("@")
+        kind, _, knob = rule.partition(":")
+        if names.count(name) > 1:
+            raise UserError(f"--rules names {name!r} twice")
+        if kind in ("plain", "draft") and at:
+            raise UserError(f"--rules names {name!r}; a model that decodes alone drafts nothing")
+        if at and not (length.isdecimal() and int(length) >= 1):
+            raise UserError(f"--rules names {name!r}; @M must be a whole number of at least 1")
         if kind in ("plain", "draft", "standard") and not knob:
-            contenders.append(Contender(name, "standard", 0.0))
+            M = 0 if kind != "standard" else int(length or draft_len or 8)
+            contenders.append(Contender(name, "standard", 0.0, M))
             continue
         if kind not in RULES:
             raise UserError(f"--rules names {name!r}; there are plain, draft, standard, {', '.join(RULES)}")
@@ -70,7 +82,8 @@ def parse_rules(text: str, heads: dict[str, Head]) -> list[Contender]:
             except ValueError:
                 raise UserError(f"--rules names {name!r}; what follows the colon must be a number") from None
             check_threshold(kind, threshold)
-            contenders.append(Contender(f"{name}[{stem}]" if head is not None and len(heads) > 1 else name, kind, threshold, head))
+            full = f"{name}[{stem}]" if head is not None and len(heads) > 1 else name
+            contenders.append(Contender(full, kind, threshold, int(length or draft_len or 25), head))
     return contenders
 
 
@@ -144,22 +157,16 @@ def table(rules: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draft_len(args, contender: Contender) -> int:
-    """M; 0 where a model decodes alone."""
-    alone = contender.name in ("plain", "draft")
-    return 0 if alone else args.draft_len or (8 if contender.verify == "standard" else 25)
-
-
 def digest(value: Any) -> str:
     """A short name for anything JSON can write."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
-def identity(args, contender: Contender) -> str:
+def identity(contender: Contender) -> str:
     """What decides a contender's answers, as text: answers kept under it are its own, whatever it was called."""
     head = contender.head
     who = contender.name if contender.name in ("plain", "draft") else contender.verify
-    parts = [who, repr(contender.threshold), f"M={draft_len(args, contender)}"]
+    parts = [who, repr(contender.threshold), f"M={contender.draft_len}"]
     if head is not None:
         parts.append(digest([head.weight.tolist(), head.bias, head.kind, head.floor, *([head.log_p] if head.log_p else [])]))
     return " ".join(parts)
@@ -193,7 +200,8 @@ def plot(path: Path, contenders: list[Contender], rules: dict[str, dict[str, Any
         r = rules[c.name]
         if r["ci95"] is not None:
             name = c.verify + "".join(re.findall(r"\[.*\]", c.name)) if c.verify in RULES else c.name  # each head apart
-            families.setdefault(name, []).append(Point(f"{c.threshold:.2g}", r["tokens_per_s"], r["accuracy"], *r["ci95"]))
+            label = f"{c.threshold:.2g}" + "".join(re.findall(r"@\d+", c.name))
+            families.setdefault(name, []).append(Point(label, r["tokens_per_s"], r["accuracy"], *r["ci95"]))
     trade_off_figure(path, families, "tokens/s", "accuracy (with 95 % intervals)")
 
 
@@ -218,7 +226,8 @@ def parse_args():
     p.add_argument("--data", type=Path, metavar="FILE", help="the task's JSON-lines file; demo needs none")
     p.add_argument("--limit", type=int, default=100, metavar="N", help="problems (default: 100)")
     p.add_argument("--rules", default="plain,draft,standard,judge", metavar="LIST",
-                   help=f"of plain, draft, standard, {rules_with_knobs()} (default: plain,draft,standard,judge)")  # fmt: skip
+                   help=f"of plain, draft, standard, {rules_with_knobs()}, each that drafts with @M where it is to have a "
+                   "length of its own (default: plain,draft,standard,judge)")  # fmt: skip
     p.add_argument("--target", default=str(DEMO / "target"), metavar="NAME", help="default: the demo's")
     p.add_argument("--draft", default=str(DEMO / "draft"), metavar="NAME", help="default: the demo's")
     p.add_argument("--judge", type=Path, nargs="+", default=[], metavar="FILE",
@@ -227,11 +236,10 @@ def parse_args():
         "--draft-len",
         type=int,
         metavar="M",
-        help="tokens drafted a round, for every rule (default: 25, but 8 for the standard test)",
+        help="tokens drafted a round, for rules without @M (default: 25, but 8 for the standard test)",
     )
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
-                   help="default: cuda where there is one")  # fmt: skip
+    p.add_argument("--device", choices=["cuda", "cpu"], default=default_device(), help="default: cuda where there is one")
     p.add_argument("--no-compile", action="store_true", help="run the blocks uncompiled")
     p.add_argument("--out", type=Path, metavar="FILE", help="append every answer here, and resume from it")
     p.add_argument("--answers", type=Path, metavar="DIR", help="write mt-bench answers here, a file for each rule, as FastChat's")
@@ -258,7 +266,7 @@ def build_engines(args, contenders: list[Contender], max_len: int, pair: checkpo
     if not args.no_compile:
         for model in (target, draft):
             model.compile_blocks(dynamic=args.device == "cpu")
-    length = cache_length(max_len, max(draft_len(args, c) for c in contenders), 1)
+    length = cache_length(max_len, max(c.draft_len for c in contenders), 1)
     caches = target.new_cache(length), draft.new_cache(length)
     engines = {}
     for c in contenders:
@@ -268,8 +276,7 @@ def build_engines(args, contenders: list[Contender], max_len: int, pair: checkpo
             continue
         judging = target if c.head is None else c.head.on(target)
         engines[c.name] = Engine(
-            judging, draft, draft_len=draft_len(args, c), verify=c.verify, threshold=c.threshold, max_len=max_len,
-            caches=caches,
+            judging, draft, draft_len=c.draft_len, verify=c.verify, threshold=c.threshold, max_len=max_len, caches=caches,
         )  # fmt: skip
     return engines
 
@@ -287,14 +294,14 @@ def run(args, ranks: Ranks) -> None:
     heads = {path.stem: checkpoint.head_for(pair.target, path) for path in args.judge}
     if len(heads) < len(args.judge):
         raise UserError(f"--judge names two files of one name: {', '.join(str(path) for path in args.judge)}")
-    contenders, tokenizer, cap = parse_rules(args.rules, heads), pair.tokenizer, TASKS[args.task].cap
+    contenders, tokenizer, cap = parse_rules(args.rules, heads, args.draft_len), pair.tokenizer, TASKS[args.task].cap
     assert pair.draft is not None
     signature = {
         "task": args.task, "target": checkpoint.fingerprint(pair.target), "draft": checkpoint.fingerprint(pair.draft),
         "dtype": args.dtype, "device": args.device, "compile": not args.no_compile,
     } | ({"ranks": ranks.size} if ranks.size > 1 else {})  # fmt: skip
     done = read_done(args.out, signature)
-    keys, names = {c.name: identity(args, c) for c in contenders}, [digest(p.turns) for p in problems]
+    keys, names = {c.name: identity(c) for c in contenders}, [digest(p.turns) for p in problems]
     longest = max(len(encode(tokenizer, p, args.task, ("",) * turn)) + turn * cap for p in problems for turn in range(len(p.turns)))
     todo = [(i, c) for i in range(len(problems)) for c in contenders if (keys[c.name], names[i]) not in done]
     engines = build_engines(args, contenders, min(longest + cap, pair.context), pair) if todo else {}

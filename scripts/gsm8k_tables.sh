@@ -28,9 +28,9 @@ label() { # method, name, options
 
 first() { # what needs no judge, beside the labelling
     # topk:1 isn't asked: it is the standard test, where decoding is greedy
-    evaluate others --rules plain,draft,standard,topk:3,topk:5,kl >"$folder/others.txt"
+    evaluate others --rules plain,draft,standard,standard@25,topk:3,topk:5,kl >"$folder/others.txt"
     for seed in 1 2; do
-        label mine "sampled-$seed" --limit $((questions / 8)) --temperature 0.7 --seed "$seed"
+        label mine "sampled-$seed" --limit $((questions / 6)) --temperature 0.3 --seed "$seed"
     done
     python scripts/compare_labels.py "$folder/sampled-1.jsonl" "$folder/sampled-2.jsonl" | tee "$folder/stability.txt"
 }
@@ -58,5 +58,5 @@ evaluate judges --judge "${heads[@]}" --rules judge:0.3,judge:0.5,judge:0.7,judg
 wait $!
 trap - EXIT
 { cat "$folder/others.jsonl"; tail -n +2 "$folder/judges.jsonl"; } >"$folder/all.jsonl"
-evaluate all --judge "${heads[@]}" --rules plain,draft,standard,judge:0.3,judge:0.5,judge:0.7,judge,topk:3,topk:5,kl \
+evaluate all --judge "${heads[@]}" --rules plain,draft,standard,standard@25,judge:0.3,judge:0.5,judge:0.7,judge,topk:3,topk:5,kl \
     --plot "$folder/trade-off.png" | tee "$folder/all.txt"

@@ -39,7 +39,7 @@ from llm import DEMO, default_dtype
 from model import Reader, Transformer, common_length
 from page import Passage, Span, page, token_texts
 from tokenizer import Output, Tokenizer
-from tp import Ranks, ranks_of, told
+from tp import Ranks, default_device, ranks_of, told
 
 REMEDY = {  # what to do where not one label was made
     "mine": "give questions that the target can answer (see that the data's answers are in the task's form), or take likelihood, "
@@ -379,8 +379,7 @@ def parse_args() -> argparse.Namespace:
         )
         auto.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
         auto.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
-        auto.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
-                          help="default: cuda where there is one")  # fmt: skip
+        auto.add_argument("--device", choices=["cuda", "cpu"], default=default_device(), help="default: cuda where there is one")
     auto.add_argument("--threshold", type=float, default=18.0, metavar="X",
                       help="likelihood that may be lost, in nats, over the token and what follows (default: 18)")  # fmt: skip
     auto.add_argument("--window", type=int, default=20, metavar="N", help="tokens that follow (default: 20)")

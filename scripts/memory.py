@@ -30,7 +30,7 @@ import checkpoint
 from engine import cache_length
 from linear import JUDGE_ROWS, MODES
 from model import PREFILL_CHUNK, Cache, Config, Transformer
-from tp import Ranks, gather_objects, ranks_of, together
+from tp import Ranks, default_device, gather_objects, ranks_of, together
 
 GPUS = {"80 GB (H100, A100)": 80e9, "141 GB (H200)": 141e9, "180 GB (B200)": 180e9}
 RUNTIME_BYTES = 2_500_000_000  # CUDA context, cuBLAS workspaces, NCCL buffers: an estimate
@@ -143,8 +143,9 @@ def parse_args():
     p.add_argument("--quantize", choices=["none", *MODES], default="none", help="weights of both models (default: none)")
     p.add_argument("--nproc", type=int, metavar="N", help="ranks (default: 1; with --load those that torchrun starts)")
     p.add_argument("--load", action="store_true", help="load the checkpoints and measure, too")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
-                   help="for --load")  # fmt: skip
+    p.add_argument(
+        "--device", choices=["cuda", "cpu"], default=default_device(), help="for --load (default: cuda where there is one)"
+    )
     p.add_argument("--draft-tp", type=int, choices=[1], help="1: each rank holds the whole draft")
     p.add_argument(
         "--context", type=int, metavar="N", help="tokens of prompt and answer (default: the models' context, at most 8192)"

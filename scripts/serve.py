@@ -34,13 +34,12 @@ from errors import Parser, UserError, quiet_start, run_cli
 
 quiet_start(__name__)
 
-import torch
 
 import checkpoint
 from engine import RULE, STANDARD, Generation
 from linear import MODES
 from llm import LLM, Options, Piece
-from tp import Ranks, ranks_of, told
+from tp import Ranks, default_device, ranks_of, told
 
 OPTIONS = {field.name: field.name for field in dataclasses.fields(Options) if field.name != "raw"}  # what a request may set
 OPTIONS |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
@@ -392,7 +391,7 @@ def parse_args() -> Any:
     p.add_argument("--context", type=int, metavar="N", help="tokens a text may have (default: the models', at most 8192)")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="default: bfloat16; float32 for the demo pair")
     p.add_argument("--quantize", choices=["none", *MODES], default="none", help="weights of both models (default: none)")
-    p.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
+    p.add_argument("--device", choices=["cuda", "cpu"], default=default_device(), help="default: cuda where there is one")
     p.add_argument("--no-compile", action="store_true", help="run the blocks uncompiled")
     for name, kind, metavar in (("verify", str, "RULE"), ("threshold", float, "X"), ("draft-len", str, "M")):
         p.add_argument(f"--{name}", type=kind, metavar=metavar, help="for requests that don't say (default: as generate.py)")
@@ -413,10 +412,9 @@ def main() -> None:
         import uvicorn  # noqa: F401
     except ImportError:
         raise UserError("serving needs starlette and uvicorn: pip install -r requirements-serve.txt") from None
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with ranks_of(device) as ranks:
+    with ranks_of(args.device) as ranks:
         bound = listen(args.host, args.port) if ranks.rank == 0 else None
-        llm = LLM(args.target, args.draft, args.judge, context=args.context, dtype=args.dtype, device=device,
+        llm = LLM(args.target, args.draft, args.judge, context=args.context, dtype=args.dtype, device=args.device,
                   quantize=args.quantize, compile=not args.no_compile)  # fmt: skip
         chosen = {"verify": args.verify, "threshold": args.threshold, "draft_len": args.draft_len}
         defaults = {name: value for name, value in chosen.items() if value is not None}

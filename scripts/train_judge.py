@@ -18,7 +18,6 @@ from errors import Parser, UserError, quiet_start, run_cli
 
 quiet_start(__name__)
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -27,7 +26,7 @@ import checkpoint
 from files import check_writable, remove, replacing
 from judge import KINDS, LABEL_RULES, WRONG, Head, read_labels
 from llm import DEMO, default_dtype, is_demo
-from tp import Ranks, ranks_of, same, together, told
+from tp import Ranks, default_device, ranks_of, same, together, told
 from training import Seen, TrainResult, as_features, labels_of, read_states, train_head
 
 THRESHOLDS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
@@ -87,8 +86,7 @@ def parse_args():
     p.add_argument("--lr", type=float, help="AdamW's learning rate (default: 1e-4; 1e-3 for the demo's target, which is narrow)")
     p.add_argument("--states", type=Path, metavar="FILE", help="where the target's states are kept (default: beside the labels)")
     p.add_argument("--dtype", choices=list(checkpoint.DTYPES), help="the target's (default: bfloat16; float32 for the demo's)")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
-                   help="default: cuda where there is one")  # fmt: skip
+    p.add_argument("--device", choices=["cuda", "cpu"], default=default_device(), help="default: cuda where there is one")
     p.add_argument("--seed", type=int, default=0, help="of the split and the order (default: 0)")
     p.add_argument("--json", action="store_true", help="end stdout with one JSON object; the report goes to stderr")
     args = p.parse_args()

@@ -117,7 +117,7 @@ def test_a_peer_that_is_not_installed_is_left_out_with_a_word(capsys, monkeypatc
         ("--rules plain,standard", "--rules plain,standard needs a --draft"),
         ("--draft demo/draft --rules standard", "--rules standard lacks plain"),
         ("--draft demo/draft --rules plain,judge", "needs --judge FILE"),
-        ("--draft demo/draft --rules plain,standard@0", "@M must be at least 1"),
+        ("--draft demo/draft --rules plain,standard@0", "@M must be a whole number of at least 1"),
         ("--draft demo/draft --rules plain,plain", "twice"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
@@ -27,7 +26,13 @@ def test_rules_are_parsed_and_refused_by_name():
     ]  # fmt: skip
     several = evaluate.parse_rules("plain,judge:0.9", {"a": HEAD, "b": HEAD})
     assert [c.name for c in several] == ["plain", "judge:0.9[a]", "judge:0.9[b]"]
-    for bad, words in (("magic", "'magic'"), ("plain:3", "'plain:3'"), ("topk:x", "must be a number"), ("judge:2", "δ")):
+    lengths = evaluate.parse_rules("plain,standard,standard@25,judge:0.9@12,kl", {"a": HEAD})
+    assert [c.draft_len for c in lengths] == [0, 8, 25, 12, 25] and lengths[3].threshold == 0.9
+    assert [c.draft_len for c in evaluate.parse_rules("draft,standard,standard@25,kl", {}, draft_len=4)] == [0, 4, 25, 4]
+    for bad, words in (
+        ("magic", "'magic'"), ("plain:3", "'plain:3'"), ("topk:x", "must be a number"), ("judge:2", "δ"), ("kl,plain,kl", "twice"),
+        ("plain@3", "drafts nothing"), ("draft@3", "drafts nothing"), ("standard@0", "@M"), ("judge@x", "@M"), ("kl@", "@M"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=words):
             evaluate.parse_rules(bad, {"a": HEAD})
     with pytest.raises(UserError, match="--judge FILE"):
@@ -59,14 +64,16 @@ def test_an_interrupted_run_goes_on_and_another_runs_file_is_refused(tmp_path):
 
 
 def test_answers_belong_to_what_decided_them_not_to_a_name():
-    args = argparse.Namespace(draft_len=None)
     other = dataclasses.replace(HEAD, bias=1.0)
-    rules = evaluate.parse_rules("plain,draft,standard,judge,judge:0.9,topk:5", {"a": HEAD, "b": other, "c": HEAD})
-    names = [evaluate.identity(args, c) for c in rules]
-    assert len(set(names)) == 8 and names[3] == names[5]  # a and c are one head
-    args.draft_len = 4
-    assert not set(names[2:]) & {evaluate.identity(args, c) for c in rules[2:]}
-    assert names[:2] == [evaluate.identity(args, c) for c in rules[:2]]  # these draft nothing
+
+    def names(draft_len):
+        rules = "plain,draft,standard,judge,judge:0.9,topk:5"
+        return [evaluate.identity(c) for c in evaluate.parse_rules(rules, {"a": HEAD, "b": other, "c": HEAD}, draft_len)]
+
+    usual, short = names(None), names(4)
+    assert len(set(usual)) == 8 and usual[3] == usual[5]  # a and c are one head
+    assert not set(usual[2:]) & set(short[2:])
+    assert usual[:2] == short[:2]  # these draft nothing
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 99_999), min_size=1, max_size=4))
