@@ -91,7 +91,8 @@ def wilson(right: int, n: int) -> list[float]:
     """95 % interval of a share (Wilson's score interval)."""
     z, p = 1.96, right / n
     middle, half = p + z * z / 2 / n, z * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
-    return [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)]
+    low, high = (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+    return [max(0.0, min(low, p)), min(1.0, max(high, p))]  # rounding can put an end of 0 or 1 beyond, or short of it
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -199,9 +200,10 @@ def plot(path: Path, contenders: list[Contender], rules: dict[str, dict[str, Any
     for c in contenders:
         r = rules[c.name]
         if r["ci95"] is not None:
-            name = c.verify + "".join(re.findall(r"\[.*\]", c.name)) if c.verify in RULES else c.name  # each head apart
-            label = f"{c.threshold:.2g}" + "".join(re.findall(r"@\d+", c.name))
-            families.setdefault(name, []).append(Point(label, r["tokens_per_s"], r["accuracy"], *r["ci95"]))
+            family = c.verify + "".join(re.findall(r"\[.*\]", c.name)) if c.draft_len else c.name  # each head apart
+            knob = f"{c.threshold:.2g}" if c.verify in RULES else ""
+            label = knob + (f"@{c.draft_len}" if "@" in c.name or not knob else "")
+            families.setdefault(family, []).append(Point(label, r["tokens_per_s"], r["accuracy"], *r["ci95"]))
     trade_off_figure(path, families, "tokens/s", "accuracy (with 95 % intervals)")
 
 

@@ -111,10 +111,11 @@ def trade_off_figure(path: Path, families: dict[str, list[Point]], x_label: str,
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.legend(frameon=False)
     figure.draw_without_rendering()  # where points lie on the page is known only now
-    taken = list[tuple[float, float]]()
+    taken = list[tuple[float, float, float]]()  # a label's left end, height and right end
     for *point, label, colour in placed:
         at = axes.transData.transform(point)
-        if all(abs(at[0] - a) > 30 or abs(at[1] - b) > 12 for a, b in taken):  # labels that would overlap are left out
+        end = at[0] + 9 * len(label)
+        if all(at[0] > right or end < left or abs(at[1] - y) > 12 for left, y, right in taken):  # else they would overlap
             axes.annotate(label, point, (5, 5), textcoords="offset points", fontsize=8, color=colour)
-            taken.append(tuple(at))
+            taken.append((at[0], at[1], end))
     _save(figure, path)

@@ -76,6 +76,13 @@ def test_answers_belong_to_what_decided_them_not_to_a_name():
     assert usual[:2] == short[:2]  # these draft nothing
 
 
+@given(st.integers(1, 3000), st.data())
+def test_an_interval_holds_its_share(n, data):
+    right = data.draw(st.sampled_from([0, 1, n - 1, n]) | st.integers(0, n))
+    low, high = evaluate.wilson(right, n)
+    assert 0 <= low <= right / n <= high <= 1
+
+
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 99_999), min_size=1, max_size=4))
 def test_a_planted_mistake_lies_where_it_says(seed, numbers):
     answer = " ".join(f"{n}+0 = {n} things." for n in numbers)
