@@ -305,17 +305,14 @@ def run(args, ranks: Ranks) -> None:
     done = read_done(args.out, signature)
     keys, names = {c.name: identity(c) for c in contenders}, [digest(p.turns) for p in problems]
     longest = max(len(encode(tokenizer, p, args.task, ("",) * turn)) + turn * cap for p in problems for turn in range(len(p.turns)))
-    todo = [(i, c) for i in range(len(problems)) for c in contenders if (keys[c.name], names[i]) not in done]
+    asked = {(keys[c.name], name): (c, problem) for name, problem in zip(names, problems) for c in contenders}
+    todo = {key: work for key, work in asked.items() if key not in done}  # standard and standard@8 are one
     engines = build_engines(args, contenders, min(longest + cap, pair.context), pair) if todo else {}
     for engine in engines.values():
         engine.warm_up()
-    for i, c in tqdm(todo, desc=args.task, unit="answer", disable=None):
-        result = {
-            "rule": keys[c.name],
-            "problem": names[i],
-            **answer(engines[c.name], tokenizer, problems[i], args.task),
-        }
-        done[keys[c.name], result["problem"]] = result
+    for (rule, name), (c, problem) in tqdm(todo.items(), desc=args.task, unit="answer", disable=None):
+        result = {"rule": rule, "problem": name, **answer(engines[c.name], tokenizer, problem, args.task)}
+        done[rule, name] = result
         if args.out is not None and ranks.rank == 0:
             append_jsonl(args.out, result)
     results = {rule: [done[key, name] for name in names] for rule, key in keys.items()}
