@@ -30,7 +30,7 @@ from errors import Parser, UserError, quiet_start, run_cli
 quiet_start(__name__)
 
 import torch
-from evaluate import Contender, parse_rules
+from evaluate import Contender, check_once, parse_rules
 from plots import check_plot, rounds_figure
 from shapes import ROWS, random_model, shape
 from tasks import TASKS, encode, read_problems
@@ -175,10 +175,8 @@ def parse_settings(args: argparse.Namespace, heads: dict[str, Head], longest_pro
                 raise UserError(
                     f"--room is {room}; the longest prompt and --new-tokens are {longest_prompt + args.new_tokens} together"
                 )
-            full = f"{text}/{room}" if len(args.room) > 1 else text
-            if any(full == other.name for other in found):
-                raise UserError(f"--rules names {text!r} twice")
-            found.append(setting._replace(name=full, max_len=room))
+            found.append(setting._replace(name=f"{text}/{room}" if len(args.room) > 1 else text, max_len=room))
+    check_once([setting.name for setting in found])
     return found
 
 

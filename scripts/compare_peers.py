@@ -27,6 +27,7 @@ quiet_start(__name__)
 
 import torch
 from benchmark import Setting, engine_of, parse_setting, spread
+from evaluate import check_once
 from tasks import TASKS, encode, read_problems
 from torch import Tensor
 from tqdm import tqdm
@@ -282,10 +283,8 @@ def main() -> None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} needs a --{needed}")
     drafting = [] if args.draft is None else ["standard", *(["judge"] if args.judge is not None else [])]
     args.rules = args.rules or ",".join(["plain", *drafting])
-    rules = args.rules.split(",")
-    for text in rules:
-        if rules.count(text) > 1:
-            raise UserError(f"--rules names {text!r} twice")
+    rules = [f"{text}@{args.draft_len}" if text == "standard" else text for text in args.rules.split(",")]
+    check_once(rules)
     if "plain" not in rules:
         raise UserError(f"--rules {args.rules} lacks plain, which everyone is compared with")
     if args.draft is None and rules != ["plain"]:
@@ -295,8 +294,7 @@ def main() -> None:
     prompts = [encode(pair.tokenizer, problem, args.task) for problem in read_problems(args.task, args.data, args.limit)]
     max_len = max(map(len, prompts)) + 2 * args.new_tokens
     heads = {} if pair.head is None else {"judge": pair.head}
-    named = [f"{text}@{args.draft_len}" if text == "standard" else text for text in rules]
-    settings = [parse_setting(text, heads, max_len) for text in named]  # before anything is loaded
+    settings = [parse_setting(text, heads, max_len) for text in rules]  # before anything is loaded
     with torch.inference_mode():
         rows = measure(gather_peers(args, pair, settings, max_len), prompts, args.repeat, args.new_tokens)
     print(table(rows), file=sys.stderr if args.json else sys.stdout)

@@ -48,6 +48,13 @@ class Contender:
     head: Head | None = None  # the judge's
 
 
+def check_once(names: list[str]) -> None:
+    """Raises UserError for a rule that --rules names twice."""
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--rules names {name!r} twice")
+
+
 def parse_rules(text: str, heads: dict[str, Head], draft_len: int | None = None) -> list[Contender]:
     """``plain,draft,standard@25,judge,topk:5`` to contenders; with several heads there is a judge of each.
 
@@ -59,11 +66,10 @@ def parse_rules(text: str, heads: dict[str, Head], draft_len: int | None = None)
     """
     contenders: list[Contender] = []
     names = text.split(",")
+    check_once(names)
     for name in names:
         rule, at, length = name.partition("@")
         kind, _, knob = rule.partition(":")
-        if names.count(name) > 1:
-            raise UserError(f"--rules names {name!r} twice")
         if kind in ("plain", "draft") and at:
             raise UserError(f"--rules names {name!r}; a model that decodes alone drafts nothing")
         if at and not (length.isdecimal() and int(length) >= 1):
@@ -307,7 +313,8 @@ def run(args, ranks: Ranks) -> None:
     longest = max(len(encode(tokenizer, p, args.task, ("",) * turn)) + turn * cap for p in problems for turn in range(len(p.turns)))
     asked = {(keys[c.name], name): (c, problem) for name, problem in zip(names, problems) for c in contenders}
     todo = {key: work for key, work in asked.items() if key not in done}  # standard and standard@8 are one
-    engines = build_engines(args, contenders, min(longest + cap, pair.context), pair) if todo else {}
+    asking = list({c.name: c for c, _ in todo.values()}.values())
+    engines = build_engines(args, asking, min(longest + cap, pair.context), pair) if asking else {}
     for engine in engines.values():
         engine.warm_up()
     for (rule, name), (c, problem) in tqdm(todo.items(), desc=args.task, unit="answer", disable=None):

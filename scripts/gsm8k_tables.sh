@@ -39,7 +39,8 @@ second() { # the judge elsewhere, beside the test problems
     python scripts/accept.py "$test" --task gsm8k --limit "$problems" "${pair[@]}" --judge "$folder/mine.pt" \
         --plot "$folder/runs.png" --rules standard,topk:3,topk:5,kl,judge:0.5,judge | tee "$folder/accept.txt"
     python scripts/evaluate.py --task humaneval --data "$humaneval" --limit $((problems / 2)) "${pair[@]}" \
-        --judge "$folder/mine.pt" --rules plain,draft,standard,standard@25,judge --out "$folder/humaneval.jsonl" | tee "$folder/humaneval.txt"
+        --judge "$folder/mine.pt" --rules plain,draft,standard,standard@25,judge \
+        --out "$folder/humaneval.jsonl" | tee "$folder/humaneval.txt"
 }
 
 first &

@@ -34,7 +34,6 @@ from errors import Parser, UserError, quiet_start, run_cli
 
 quiet_start(__name__)
 
-
 import checkpoint
 from engine import RULE, STANDARD, Generation
 from linear import MODES

@@ -128,6 +128,7 @@ def test_tokens_behind_the_end_are_not_counted(new_tokens):
     (RANDOM + " --acceptance 6 --rules plain", "no meaning for plain"),
     (RANDOM + " --acceptance 6 --rules judge@auto", "whose length would follow"),
     (RANDOM + " --rules plain,plain", "'plain' twice"),
+    (RANDOM + " --rules plain --room 400 400", "'plain/400' twice"),
     (RANDOM + " --data nowhere", "takes the place"),
     ("--target demo/target --judge demo/judge.pt", "needs a --draft"),
 ])  # fmt: skip

@@ -119,6 +119,7 @@ def test_a_peer_that_is_not_installed_is_left_out_with_a_word(capsys, monkeypatc
         ("--draft demo/draft --rules plain,judge", "needs --judge FILE"),
         ("--draft demo/draft --rules plain,standard@0", "@M must be a whole number of at least 1"),
         ("--draft demo/draft --rules plain,plain", "twice"),
+        ("--draft demo/draft --rules plain,standard,standard@8", "twice"),
     ],
 )
 def test_mistakes_are_told(monkeypatch, command, said):

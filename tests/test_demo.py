@@ -65,17 +65,9 @@ def test_the_judge_keeps_the_targets_answers_at_three_times_the_accepted_tokens(
 
 
 def test_what_two_names_stand_for_is_answered_once(tmp_path):
-    argv = (
-        "--limit",
-        "2",
-        "--rules",
-        "standard,standard@8,standard@3",
-        "--no-compile",
-        "--json",
-        "--out",
-        str(tmp_path / "a.jsonl"),
-    )
-    rules = json.loads(started("scripts/evaluate.py", *argv).splitlines()[-1])["rules"]
+    out = started("scripts/evaluate.py", "--limit", "2", "--rules", "standard,standard@8,standard@3", "--no-compile", "--json",
+                  "--out", str(tmp_path / "a.jsonl"))  # fmt: skip
+    rules = json.loads(out.splitlines()[-1])["rules"]
     assert rules["standard"] == rules["standard@8"] and rules["standard"]["mean_accepted"] > rules["standard@3"]["mean_accepted"]
     _, *rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [row["rule"] for row in rows] == 2 * ["standard 0.0 M=8", "standard 0.0 M=3"]
